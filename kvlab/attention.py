@@ -1,0 +1,150 @@
+"""Exact attention from pieces: partial results over blocks, their merge, prefill in blocks, the dense reference.
+
+Softmax attention over a set of keys can be computed piece by piece: each piece leaves an unnormalised output, the
+largest logit and the sum of exponentials relative to it, and two pieces merge exactly. This is the online softmax of
+Milakov & Gimelshein (https://arxiv.org/abs/1805.02867), used over blocks as in FlashAttention
+(https://arxiv.org/abs/2205.14135, algorithm 1). Dimension letters are defined in `kvlab.core`.
+"""
+
+import dataclasses
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # finite, so that a masked row yields exp(0) that is then zeroed, never NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What a model demands of one layer's attention, whatever the cache's policy.
+
+    Attributes:
+      scale: multiplies the logits, usually `head_dim ** -0.5`.
+      window: a query at position t sees positions t - window + 1 … t; None sees all.
+      softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def cap(self, logits: Array) -> Array:
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def sees(self, pos: Array, now: Array) -> Array:
+        """Whether a query at position `now` may see a token at position `pos` (EMPTY slots are never seen)."""
+        ok = (pos >= 0) & (pos <= now)
+        return ok if self.window is None else ok & (pos > now - self.window)
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys, unnormalised: Σ w·v, max logit, Σ w, Σ w·logit with w = exp(logit − max)."""
+
+    out: Any  # [B, H, Q, D]
+    top: Any  # [B, H, Q]
+    mass: Any  # [B, H, Q]
+    moment: Any  # [B, H, Q]
+
+
+def nothing(batch: int, heads: int, queries: int, dim: int) -> Partial:
+    """The partial of no keys at all: the identity of `merge`."""
+    flat = jnp.zeros((batch, heads, queries))
+    return Partial(jnp.zeros((batch, heads, queries, dim)), flat + MASKED, flat, flat)
+
+
+def partial(logits: Array, ok: Array, mix: Callable[[Array], Array]) -> Partial:
+    """Attention over one block.
+
+    Args:
+      logits: `[B, H, Q, N, P]`, scaled and capped.
+      ok: which keys may be read, broadcastable to `logits`.
+      mix: turns weights `[B, H, Q, N, P]` into their sum of values `[B, H, Q, D]`.
+    """
+    logits = jnp.where(ok, logits, MASKED)
+    top = logits.max((-2, -1))
+    weights = jnp.where(ok, jnp.exp(logits - top[..., None, None]), 0.0)
+    moment = (weights * jnp.where(ok, logits, 0.0)).sum((-2, -1))
+    return Partial(mix(weights), top, weights.sum((-2, -1)), moment)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The partial over the union of two disjoint sets of keys, exactly."""
+    top = jnp.maximum(a.top, b.top)
+    x, y = jnp.exp(a.top - top), jnp.exp(b.top - top)
+    out = a.out * x[..., None] + b.out * y[..., None]
+    return Partial(out, top, a.mass * x + b.mass * y, a.moment * x + b.moment * y)
+
+
+def finish(p: Partial) -> tuple[Array, Array, Array]:
+    """Normalises: output, log-sum-exp and entropy (nats). A row that read nothing gives 0, −inf, 0 and gradient 0."""
+    empty = p.mass <= 0
+    mass = jnp.where(empty, 1.0, p.mass)
+    log_z = jnp.where(empty, 0.0, p.top) + jnp.log(mass)
+    out = jnp.where(empty[..., None], 0.0, p.out / mass[..., None])
+    entropy = jnp.where(empty, 0.0, log_z - p.moment / mass)
+    return out, jnp.where(empty, -jnp.inf, log_z), entropy
+
+
+def dense(
+    query_BHQD: Float[Array, "B H Q D"],
+    key_BHSD: Float[Array, "B H S D"],
+    value_BHSD: Float[Array, "B H S D"],
+    ok: Bool[Array, "..."],
+    spec: AttentionSpec,
+) -> Float[Array, "B H Q D"]:
+    """The plain masked softmax that everything else is measured against; `ok` broadcasts to `[B, H, Q, S]`."""
+    logits = spec.cap(jnp.einsum("bhqd,bhsd->bhqs", query_BHQD, key_BHSD) * spec.scale)
+    weights = jax.nn.softmax(jnp.where(ok, logits, MASKED), -1)
+    return jnp.einsum("bhqs,bhsd->bhqd", jnp.where(ok, weights, 0.0), value_BHSD)
+
+
+def prefill(
+    query_BHGTD: Float[Array, "B H G T D"],
+    key_BHTD: Float[Array, "B H T D"],
+    value_BHTD: Float[Array, "B H T D"],
+    spec: AttentionSpec,
+    query_block: int = 512,
+    key_block: int = 512,
+) -> Float[Array, "B H G T D"]:
+    """Causal attention of a prompt over itself, exact, never holding more than one block of logits.
+
+    Blocks above the diagonal, or wholly before a local window, are not visited. Position is the index along T, so
+    right-padded rows are right: a real token never sees a pad.
+    """
+    B, H, G, T, D = query_BHGTD.shape
+    qb, kb = min(query_block, T), min(key_block, T)
+    if T % qb or T % kb:
+        raise ValueError(f"prompt bucket {T} is no multiple of the blocks {qb} and {kb}; use a power of two")
+
+    def rows(i):
+        query = lax.dynamic_slice_in_dim(query_BHGTD, i * qb, qb, 3) * spec.scale
+        query = query.reshape(B, H, G * qb, D)
+        now = jnp.tile(i * qb + jnp.arange(qb), G)[:, None]
+
+        def block(j, done: Partial) -> Partial:
+            key = lax.dynamic_slice_in_dim(key_BHTD, j * kb, kb, 2)
+            value = lax.dynamic_slice_in_dim(value_BHTD, j * kb, kb, 2)
+            logits = spec.cap(jnp.einsum("bhqd,bhsd->bhqs", query, key))[..., None, :]
+            ok = spec.sees(j * kb + jnp.arange(kb), now)[:, None]
+            new = partial(logits, ok, lambda w: jnp.einsum("bhqs,bhsd->bhqd", w[..., 0, :], value))
+            return merge(done, new)
+
+        first = 0 if spec.window is None else jnp.maximum(i * qb - spec.window + 1, 0) // kb
+        last = ((i + 1) * qb - 1) // kb + 1
+        out, _, _ = finish(lax.fori_loop(first, last, block, nothing(B, H, G * qb, D)))
+        return out.reshape(B, H, G, qb, D)
+
+    out = lax.map(rows, jnp.arange(T // qb))  # [T/qb, B, H, G, qb, D]
+    return jnp.moveaxis(out, 0, 3).reshape(B, H, G, T, D)
+
+
+def rotate(x: Float[Array, "... D"], pos: Int[Array, "..."], base: float) -> Float[Array, "... D"]:
+    """Rotary position embedding, halves convention (https://arxiv.org/abs/2104.09864, eq. 34): `pos` has x's shape less D."""
+    half = x.shape[-1] // 2
+    angle = pos[..., None].astype(jnp.float32) * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

@@ -1,0 +1,28 @@
+"""The persistent compilation cache: compiled programs are code, so they lie where only the user can write."""
+
+import os
+import stat
+
+import jax
+
+
+def use_private_cache() -> None:
+    """Keeps compiled programs between runs in a folder of mode 0700; does nothing if jax already has one set up.
+
+    A folder that others can write to is not used: whoever writes there could run code as this user.
+    """
+    from kvlab.models.fetch import cache_folder
+
+    if jax.config.jax_compilation_cache_dir or os.environ.get("KVLAB_NO_COMPILATION_CACHE"):
+        return
+    folder = cache_folder() / "xla"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except OSError:
+        return  # a read-only home only costs compile time
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

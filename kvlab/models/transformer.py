@@ -1,0 +1,115 @@
+"""The decoder as Flax modules that hold parameters and nothing else: no cache, no mode, no hidden state.
+
+A layer is used in two halves, with attention between them, so prefill and decode differ only in what stands there:
+
+    q, k, v = block.project(x, pos)   →   attention over a prompt or over a cache   →   x = block.finish(x, mixed)
+
+Weights lie as `[out, in]`, as checkpoints store them; for a few rows `(W xᵀ)ᵀ` streams them at the speed of memory.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvlab.attention import rotate
+from kvlab.models.config import ModelConfig
+
+
+def linear(weight_OI, x):
+    """`x [..., in]` times a weight `[out, in]`."""
+    if x.ndim == 2 and x.shape[0] <= 64:
+        return (weight_OI @ x.T).T
+    return x @ weight_OI.T
+
+
+class Weight(nnx.Param):
+    """A parameter of the model (a gate's will have a type of its own)."""
+
+
+def _empty(*shape):
+    return Weight(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · scale (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, dim: int, eps: float):
+        self.eps = eps
+        self.scale = _empty(dim)
+
+    def __call__(self, x):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.scale[...]
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: attention's projections and a gated feed-forward network (SwiGLU)."""
+
+    def __init__(self, config: ModelConfig):
+        width = config.head_dim
+        self.config = config
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.qkv = _empty((config.heads + 2 * config.kv_heads) * width, config.hidden)
+        self.out = _empty(config.hidden, config.heads * width)
+        self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.gate_up = _empty(2 * config.ffn, config.hidden)
+        self.down = _empty(config.hidden, config.ffn)
+
+    def project(self, x, pos):
+        """Rotated queries `[..., H, G, D]` and keys `[..., H, D]`, and values, from `x [..., hidden]` at `pos [...]`."""
+        c = self.config
+        qkv = linear(self.qkv[...], self.attention_norm(x)).reshape(*x.shape[:-1], -1, c.head_dim)
+        rotated = rotate(qkv[..., : c.heads + c.kv_heads, :], pos[..., None], c.rope_base)
+        query = rotated[..., : c.heads, :].reshape(*x.shape[:-1], c.kv_heads, c.groups, c.head_dim)
+        return query, rotated[..., c.heads :, :], qkv[..., c.heads + c.kv_heads :, :]
+
+    def finish(self, x, mixed):
+        """The layer's output from its input and attention's output `[..., H, G, D]`."""
+        x = x + linear(self.out[...], mixed.reshape(*x.shape[:-1], -1))
+        gate, up = jnp.split(linear(self.gate_up[...], self.ffn_norm(x)), 2, -1)
+        return x + linear(self.down[...], jax.nn.silu(gate) * up)
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer with tied embeddings (Llama, https://arxiv.org/abs/2302.13971)."""
+
+    def __init__(self, config: ModelConfig):
+        self.embedding = _empty(config.vocab, config.hidden)
+        self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+
+    def embed(self, tokens):
+        return self.embedding[...][tokens]
+
+    def logits(self, x):
+        """Next-token logits `[B, V]` from the last layer's output `[B, hidden]`."""
+        return linear(self.embedding[...], self.norm(x))
+
+
+@functools.cache
+def skeleton(config: ModelConfig):
+    """The module's structure without values."""
+    return nnx.split(Transformer(config))
+
+
+def bind(config: ModelConfig, params: dict) -> Transformer:
+    """The module over a pure dict of arrays (see `kvlab.models.load`); free under jit, where it only names them."""
+    graph, state = skeleton(config)
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def init(config: ModelConfig, seed: int) -> dict:
+    """Random parameters, for tests and for models of our own."""
+    shapes = nnx.to_pure_dict(skeleton(config)[1])
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    def draw(key, leaf):
+        if leaf.ndim == 1:
+            return jnp.ones(leaf.shape)
+        return jax.random.normal(key, leaf.shape) * leaf.shape[-1] ** -0.5
+
+    return jax.tree.unflatten(tree, [draw(k, x) for k, x in zip(keys, leaves)])

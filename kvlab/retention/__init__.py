@@ -1,0 +1,6 @@
+"""Which tokens stay stored: one method a file."""
+
+from kvlab.retention.keep_all import KeepAll
+from kvlab.retention.window import Window
+
+RETENTIONS = {"keep_all": KeepAll, "window": Window}

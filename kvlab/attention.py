@@ -7,6 +7,7 @@ Milakov & Gimelshein (https://arxiv.org/abs/1805.02867), used over blocks as in 
 """
 
 import dataclasses
+import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-MASKED = -1e30  # finite, so that a masked row yields exp(0) that is then zeroed, never NaN
+MASKED = -1e30  # finite: −inf − (−inf) would be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Partial(NamedTuple):
 def nothing(batch: int, heads: int, queries: int, dim: int) -> Partial:
     """The partial of no keys at all: the identity of `merge`."""
     flat = jnp.zeros((batch, heads, queries))
-    return Partial(jnp.zeros((batch, heads, queries, dim)), flat + MASKED, flat, flat)
+    return Partial(jnp.zeros((batch, heads, queries, dim)), flat + MASKED / 2, flat, flat)
 
 
 def partial(logits: Array, ok: Array, mix: Callable[[Array], Array]) -> Partial:
@@ -64,10 +65,9 @@ def partial(logits: Array, ok: Array, mix: Callable[[Array], Array]) -> Partial:
       mix: turns weights `[B, H, Q, N, P]` into their sum of values `[B, H, Q, D]`.
     """
     logits = jnp.where(ok, logits, MASKED)
-    top = logits.max((-2, -1))
-    weights = jnp.where(ok, jnp.exp(logits - top[..., None, None]), 0.0)
-    moment = (weights * jnp.where(ok, logits, 0.0)).sum((-2, -1))
-    return Partial(mix(weights), top, weights.sum((-2, -1)), moment)
+    top = jnp.maximum(logits.max((-2, -1)), MASKED / 2)  # so exp(MASKED − top) is 0 even where nothing may be read
+    weights = jnp.exp(logits - top[..., None, None])
+    return Partial(mix(weights), top, weights.sum((-2, -1)), (weights * logits).sum((-2, -1)))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -124,27 +124,37 @@ def prefill(
         query = query.reshape(B, H, G * qb, D)
         now = jnp.tile(i * qb + jnp.arange(qb), G)[:, None]
 
-        def block(j, done: Partial) -> Partial:
+        def block(j, done, masked: bool):
+            out, top, mass = done
             key = lax.dynamic_slice_in_dim(key_BHTD, j * kb, kb, 2)
             value = lax.dynamic_slice_in_dim(value_BHTD, j * kb, kb, 2)
-            logits = spec.cap(jnp.einsum("bhqd,bhsd->bhqs", query, key))[..., None, :]
-            ok = spec.sees(j * kb + jnp.arange(kb), now)[:, None]
-            new = partial(logits, ok, lambda w: jnp.einsum("bhqs,bhsd->bhqd", w[..., 0, :], value))
-            return merge(done, new)
+            logits = spec.cap(jnp.einsum("bhqd,bhsd->bhqs", query, key))
+            if masked:
+                logits = jnp.where(spec.sees(j * kb + jnp.arange(kb), now), logits, MASKED)
+            new_top = jnp.maximum(top, logits.max(-1))
+            weights, shrink = jnp.exp(logits - new_top[..., None]), jnp.exp(top - new_top)
+            out = out * shrink[..., None] + jnp.einsum("bhqs,bhsd->bhqd", weights, value)
+            return out, new_top, mass * shrink + weights.sum(-1)
 
         first = 0 if spec.window is None else jnp.maximum(i * qb - spec.window + 1, 0) // kb
-        last = ((i + 1) * qb - 1) // kb + 1
-        out, _, _ = finish(lax.fori_loop(first, last, block, nothing(B, H, G * qb, D)))
-        return out.reshape(B, H, G, qb, D)
+        diagonal = i * qb // kb if spec.window is None else first  # blocks before it need no mask
+        done = nothing(B, H, G * qb, D)[:3]
+        done = lax.fori_loop(first, diagonal, functools.partial(block, masked=False), done)
+        done = lax.fori_loop(diagonal, ((i + 1) * qb - 1) // kb + 1, functools.partial(block, masked=True), done)
+        return (done[0] / done[2][..., None]).reshape(B, H, G, qb, D)
 
     out = lax.map(rows, jnp.arange(T // qb))  # [T/qb, B, H, G, qb, D]
     return jnp.moveaxis(out, 0, 3).reshape(B, H, G, T, D)
 
 
-def rotate(x: Float[Array, "... D"], pos: Int[Array, "..."], base: float) -> Float[Array, "... D"]:
-    """Rotary position embedding, halves convention (https://arxiv.org/abs/2104.09864, eq. 34): `pos` has x's shape less D."""
-    half = x.shape[-1] // 2
+def rotary(pos: Int[Array, "..."], dim: int, base: float) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+    """Cosines and sines of the rotary embedding (https://arxiv.org/abs/2104.09864, eq. 34) for `dim // 2` pairs."""
+    half = dim // 2
     angle = pos[..., None].astype(jnp.float32) * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    a, b = x[..., :half], x[..., half:]
+    return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))  # computed once, not inside every use
+
+
+def rotate(x: Float[Array, "... D"], cos: Array, sin: Array) -> Float[Array, "... D"]:
+    """Rotates pairs (i, i + D/2) of the last axis; `cos` and `sin` broadcast to x's shape with D/2 at the end."""
+    a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

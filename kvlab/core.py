@@ -493,11 +493,12 @@ class Policy:
             new, more = read(jnp.minimum(i * BLOCK, N - BLOCK), BLOCK, i * BLOCK)
             return attention.merge(done, new), reads + more
 
-        if N <= BLOCK:
+        in_place = self.codec.keys.in_place and self.codec.values.in_place
+        if N <= (2 * BLOCK if in_place else BLOCK):
             return read(0, N, 0)
         used = jnp.minimum(-(-cache.opened.max() * self.unit // PAGE), N)
         loop = lambda: lax.fori_loop(0, -(-used // BLOCK), step, empty)
-        if not (self.codec.keys.in_place and self.codec.values.in_place):
+        if not in_place:
             return loop()
         return lax.cond(2 * used > N, lambda: read(0, N, 0), loop)
 

@@ -63,9 +63,10 @@ def _prefill(config: ModelConfig, params, tokens_BT, length_B):
     pos_T = jnp.arange(T)
     pos_BT = jnp.where(pos_T < length_B[:, None], pos_T, EMPTY)
     x = model.embed(tokens_BT)
+    turn = model.rotary(pos_T[None])
     records = []
     for layer, block in enumerate(model.blocks):
-        query, key, value = block.project(x, jnp.broadcast_to(pos_T, tokens_BT.shape))
+        query, key, value = block.project(x, *turn)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         mixed = attention.prefill(jnp.moveaxis(query, 1, 3), key, value, config.attention(layer))
         x = block.finish(x, jnp.moveaxis(mixed, 3, 1))
@@ -74,9 +75,10 @@ def _prefill(config: ModelConfig, params, tokens_BT, length_B):
     return tuple(records), model.logits(last)
 
 
-@functools.partial(jax.jit, static_argnames="budgets")
-def _fill(policies, records, budgets):
-    return tuple(p.fill(r, b) for p, r, b in zip(policies, records, budgets))
+@functools.partial(jax.jit, static_argnames="budget")
+def _fill(policy: Policy, record: Record, budget: int) -> Cache:
+    """One layer's cache; a jit per layer, so that layers alike are compiled once."""
+    return policy.fill(record, budget)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "n", "watch"), donate_argnames="state")
@@ -118,9 +120,10 @@ def _decode(config: ModelConfig, params, policies, state: State, forced_BF, stop
 def _layers(config, model, policies, caches, token_B, pos_B, live_B):
     """One token per row through the model: the last layer's output, the new caches and each layer's diagnostics."""
     x = model.embed(token_B)
+    turn = model.rotary(pos_B)
     new, infos = [], []
     for layer, (block, policy, cache) in enumerate(zip(model.blocks, policies, caches)):
-        query, key, value = block.project(x, pos_B)
+        query, key, value = block.project(x, *turn)
         cache = policy.append(cache, key, value, pos_B, live_B)
         done = policy.attend(cache, query, pos_B, config.attention(layer))
         x = block.finish(x, done.out_BHQD)
@@ -141,8 +144,8 @@ def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset) -> dict:
 
 
 @jax.jit
-def _rows(policies, caches, index):
-    return tuple(p.rows(c, index) for p, c in zip(policies, caches))
+def _rows(policy: Policy, cache: Cache, index) -> Cache:
+    return policy.rows(cache, index)
 
 
 # -------------------------------------------------------------------------------------------------------- on the host
@@ -213,13 +216,14 @@ class Engine:
         total = -(-(longest + new_tokens) // PAGE) * PAGE
         budgets = tuple(p.budget(longest, total) for p in policies)
         begin = time.perf_counter()
-        caches = jax.block_until_ready(_fill(policies, prompt.records, budgets))
+        caches = jax.block_until_ready(tuple(map(_fill, policies, prompt.records, budgets)))
         seconds = time.perf_counter() - begin
         logits = prompt.logits_BV
         lengths = jnp.asarray(prompt.lengths)
         if rows is not None:
             index = jnp.asarray(rows)
-            caches, logits, lengths = _rows(policies, caches, index), logits[index], lengths[index]
+            caches = tuple(_rows(p, c, index) for p, c in zip(policies, caches))
+            logits, lengths = logits[index], lengths[index]
         B = len(lengths)
         width = max([len(f) for f in forced or ()] + [1])
         feed = np.full((B, width), -1, np.int32)

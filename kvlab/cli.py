@@ -1,0 +1,115 @@
+"""The command line: `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input with one clear line, 1 anything else."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlab.errors import KvlabError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests on.")
+app.add_typer(bench, name="bench")
+
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
+Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
+
+
+def write_json(path: Path | None, figures: dict) -> None:
+    from kvlab.experiment.store import write_text
+
+    if path is not None:
+        write_text(path, json.dumps(figures, indent=1))
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="An experiment, such as experiments/quickstart.toml.")],
+    set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
+    smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="List the cells and stop.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    accept_stale: Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Discard what these cells have so far.")] = False,
+    json_: Json = None,
+) -> None:
+    """Run an experiment: every cell, resumable, then a table and a picture."""
+    from kvlab.experiment import config
+
+    sys.path.insert(0, str(file.resolve().parent))  # parts named by import path may lie beside the file
+    if dry_run:
+        name, experiment = config.read(file)
+        cells = config.expand(experiment, set_, smoke)
+        for cell in cells:
+            print(f"{cell.run_id}  {cell.task['name']:12} seed {cell.seed}  {cell.label}")
+        print(f"{name}: {len(cells)} cells, {sum(c.make_task().count() for c in cells)} batches")
+        write_json(json_, {"cells": [{"run_id": c.run_id, "policy": c.label, "task": c.task["name"]} for c in cells]})
+        return
+    from kvlab.experiment import report
+    from kvlab.experiment.run import run as run_
+
+    frame = run_(file, set_, smoke, out, accept_stale, fresh)
+    write_json(json_, report.as_json(frame))
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A model, such as smollm2-135m.")],
+    again: Annotated[bool, typer.Option(help="Fetch and convert even if it is there.")] = False,
+    json_: Json = None,
+) -> None:
+    """Fetch a model into the user's cache folder and convert it."""
+    from kvlab.models import fetch as fetching
+
+    folder = fetching.find(name, again)
+    print(folder)
+    write_json(json_, {"model": name, "folder": str(folder)})
+
+
+@bench.command()
+def decode(
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    prompt: Annotated[int, typer.Option(help="Prompt tokens.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    tokens: Annotated[int, typer.Option(help="New tokens per repetition.")] = 32,
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 7,
+    peers: Peers = False,
+    json_: Json = None,
+) -> None:
+    """Prefill and decode speed of the full fp32 cache, beside what the memory gives."""
+    from kvlab.bench import decode as module
+
+    write_json(json_, module.main(model, prompt, batch, tokens, pairs, peers))
+
+
+@bench.command()
+def flat(json_: Json = None) -> None:
+    """A decode step with 128 live tokens at capacity 1k and 32k."""
+    from kvlab.bench import flat as module
+
+    write_json(json_, module.main())
+
+
+@bench.command()
+def agree(
+    file: Annotated[Path, typer.Option(help="The experiment whose needle prompts are used.")] = Path("experiments/quickstart.toml"),
+    peers: Peers = True,
+    json_: Json = None,
+) -> None:
+    """Answers of the full cache against transformers on the same prompts and weights."""
+    from kvlab.bench import agree as module
+
+    write_json(json_, module.main(file, peers))
+
+
+def main() -> None:
+    try:
+        app()
+    except KvlabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; finished batches are kept, run the same command to go on", file=sys.stderr)
+        sys.exit(130)

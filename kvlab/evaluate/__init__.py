@@ -1,0 +1,1 @@
+"""Metrics that compare a policy with the full cache."""

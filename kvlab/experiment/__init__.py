@@ -1,0 +1,1 @@
+"""From a config file to a table: expand, run, resume, collect, report."""

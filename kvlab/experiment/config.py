@@ -1,0 +1,170 @@
+"""Experiment files: strict TOML, expanded into cells.
+
+    question = "..."            what the experiment asks (required)
+    expect   = "..."            what is expected, and how long it takes
+    [base]                      model, task, policy, seed, layers
+    [grid]                      "dotted.path" = [values]: every combination
+    [zip]                       "dotted.path" = [values]: lists walked together
+    [smoke]                     "dotted.path" = value: makes it small
+"""
+
+import copy
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvlab import parts
+from kvlab.core import Policy
+from kvlab.errors import ConfigError, nearest
+from kvlab.tasks import TASKS, Task
+
+
+class LayerOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another policy for layers first … last (both included); parts that it leaves out stay as in the cell's policy."""
+
+    range: tuple[int, int]
+    policy: dict[str, Any]
+
+
+class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run: a model, a task, a policy and a seed."""
+
+    model: dict[str, Any]
+    task: dict[str, Any]
+    policy: dict[str, Any] = {}
+    layers: tuple[LayerOverride, ...] = ()
+    seed: int = 0
+
+    @property
+    def run_id(self) -> str:
+        """A hash of everything above: the same config has the same id."""
+        return hashlib.sha256(json.dumps(msgspec.to_builtins(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def label(self) -> str:
+        text = parts.describe(self.policy)
+        return text + "".join(f" | {o.range[0]}–{o.range[1]}: {parts.describe(o.policy)}" for o in self.layers)
+
+    @property
+    def group(self) -> str:
+        """Cells with the same group see the same prompts, so one prefill serves them all."""
+        return json.dumps(msgspec.to_builtins((self.model, self.task, self.seed)), sort_keys=True)
+
+    def make_task(self) -> Task:
+        return parts.build(self.task, TASKS, "task")
+
+    def make_policies(self, layers: int) -> tuple[Policy, ...]:
+        """A policy for each of the model's layers. Errors: ConfigError, RefusedPolicy."""
+        made = [parts.policy(self.policy)] * layers
+        for override in self.layers:
+            first, last = override.range
+            if not 0 <= first <= last < layers:
+                raise ConfigError(f"layers: range = [{first}, {last}]; allowed: 0 ≤ first ≤ last ≤ {layers - 1}")
+            policy = parts.policy({**self.policy, **override.policy}, "layers.policy")
+            made[first : last + 1] = [policy] * (last - first + 1)
+        return tuple(made)
+
+
+class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file as it stands."""
+
+    question: str
+    expect: str = ""
+    base: dict[str, Any] = {}
+    grid: dict[str, list[Any]] = {}
+    zip: dict[str, list[Any]] = {}
+    smoke: dict[str, Any] = {}
+
+
+def read(source: str | Path | dict) -> tuple[str, Experiment]:
+    """An experiment and its name, from a file or from the same tables in Python. Errors: ConfigError."""
+    if isinstance(source, dict):
+        return source.get("name", "experiment"), _convert({k: v for k, v in source.items() if k != "name"}, Experiment, "config")
+    path = Path(source)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from error
+    return path.stem, _convert(raw, Experiment, str(path))
+
+
+def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = False) -> list[Cell]:
+    """All cells, in the file's order: the first grid axis varies slowest. Parts are built once to check them."""
+    axes = [[(path, value) for value in values] for path, values in experiment.grid.items()]
+    if len({len(v) for v in experiment.zip.values()}) > 1:
+        raise ConfigError(f"zip: lists of different lengths: { {k: len(v) for k, v in experiment.zip.items()} }")
+    together = [list(zip(experiment.zip, row)) for row in zip(*experiment.zip.values())] or [[]]
+    tables = []
+    for combination in itertools.product(*axes):
+        for row in together:
+            table = copy.deepcopy(experiment.base)
+            for path, value in [*combination, *row]:
+                _set(table, path, copy.deepcopy(value))
+            tables.append(table)
+    for path, value in [*(experiment.smoke.items() if smoke else ()), *map(parse_override, overrides)]:
+        _override(tables, path, value)
+    cells = [_convert(table, Cell, "cell") for table in tables]
+    for cell in cells:
+        cell.make_task()
+        parts.policy(cell.policy)
+        for override in cell.layers:
+            parts.policy({**cell.policy, **override.policy}, "layers.policy")
+    return list({cell.run_id: cell for cell in cells}.values())
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`a.b=c` with c as TOML writes it; what is no TOML value is taken as text."""
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--set {text!r}; write --set task.length=1024")
+    try:
+        return path.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path.strip(), value.strip()
+
+
+def _set(table: dict, path: str, value: Any) -> None:
+    *folders, last = path.split(".")
+    for folder in folders:
+        table = table.setdefault(folder, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {folder} is no table")
+    table[last] = value
+
+
+def _override(tables: list[dict], path: str, value: Any) -> None:
+    """Sets a path in every cell where it means something; in none is an error. Tasks differ in their options."""
+    area, _, key = path.partition(".")
+    fitting = tables
+    if area == "task" and key and key != "name":
+        fitting = [t for t in tables if key in _options(t.get("task", {}))]
+        if not fitting:
+            known = set().union(*(_options(t.get("task", {})) for t in tables))
+            raise ConfigError(f"{path}: no task here has the option {key!r}; {nearest(key, known)}")
+    for table in fitting:
+        _set(table, path, copy.deepcopy(value))
+
+
+def _options(task: Any) -> set[str]:
+    import dataclasses
+
+    return {f.name for f in dataclasses.fields(parts.find(task.get("name"), TASKS, "task"))}
+
+
+def _convert(raw: dict, kind: type, where: str):
+    """msgspec's strict conversion, with unknown keys named beside their nearest neighbour."""
+    if unknown := set(raw) - set(kind.__struct_fields__):
+        key = sorted(unknown)[0]
+        raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, kind.__struct_fields__)}")
+    try:
+        return msgspec.convert(raw, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,227 @@
+"""Runs the cells of an experiment.
+
+Cells that see the same prompts form a group: for each batch the prompts are prefilled once, and every policy of the group
+fills its own cache from that record, answers, is scored and is written down. Finished batches are never computed again.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvlab
+from kvlab import memory, parts
+from kvlab.decode import Engine, Prefilled, Session
+from kvlab.experiment import config, report, store
+from kvlab.models import load
+from kvlab.tasks import Batch, Task
+from kvlab.tasks import text as text_source
+
+ENTROPY_STEPS = 4  # steps of a sample whose entropy is kept, evenly spaced
+FULL = parts.policy({})
+
+
+def run(
+    source: str | Path | dict,
+    overrides: Sequence[str] = (),
+    smoke: bool = False,
+    out: str | Path = "results",
+    accept_stale: bool = False,
+    fresh: bool = False,
+):
+    """Runs an experiment file (or the same tables as a dict) and returns its table, a pandas frame with a row per policy.
+
+    Args:
+      overrides: "dotted.path=value" strings, as after `--set`.
+      smoke: use the file's [smoke] overrides; results go to a folder of their own.
+      accept_stale: build on results of other code, weights or text.
+      fresh: discard what the cells have so far.
+    Errors: KvlabError with one clear line; finished batches stay.
+    """
+    name, experiment = config.read(source)
+    cells = config.expand(experiment, overrides, smoke)
+    folder = Path(out) / (f"{name}-smoke" if smoke else name)
+    store.check_writable(folder)
+    with report.progress() as bar:
+        total = sum(cell.make_task().count() for cell in cells)
+        task = bar.add_task(name, total=total)
+        for _, group in itertools.groupby(sorted(cells, key=lambda c: c.group), key=lambda c: c.group):
+            Group(list(group), folder, accept_stale, fresh, lambda what: bar.update(task, advance=1, description=what)).run()
+    return report.finish(name, experiment, cells, folder)
+
+
+@functools.lru_cache(maxsize=1)
+def _engine(name: str) -> Engine:
+    return Engine(load(name))
+
+
+class Group:
+    """Cells with the same model, task and seed."""
+
+    def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, fresh: bool, done):
+        self.engine = _engine(parts_model(cells[0].model))
+        self.task: Task = cells[0].make_task()
+        self.seed = cells[0].seed
+        self.done = done
+        env = environment(self.engine, self.task)
+        layers = self.engine.config.layers
+        self.runs = [(store.Run(folder, cell), cell.make_policies(layers)) for cell in cells]
+        for each, _ in self.runs:
+            each.open(env, accept_stale, fresh)
+
+    def run(self) -> None:
+        for index in range(self.task.count()):
+            todo = [(each, policies) for each, policies in self.runs if not each.has(index)]
+            for each, _ in self.runs:
+                if each.has(index):
+                    self.done(each.cell.label)
+            if todo:
+                self._batch(index, todo)
+        for each, policies in self.runs:
+            each.finish(summarise(self.task, each, policies))
+
+    def _batch(self, index: int, todo) -> None:
+        batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
+        prompt = self.engine.prefill(batch.prompts)
+        reference = None
+        if self.task.compares_logits:
+            reference = decode(self.engine, prompt, FULL, batch, logits=True).logits
+        for each, policies in todo:
+            made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
+            scores = self.task.score(batch, made.answers, made.logits, reference)
+            rows = [{**fact, **score, **made.row} for fact, score in zip(batch.facts, scores)]
+            arrays = {"kept": made.kept, "entropy": made.entropy, "entropy_steps": made.entropy_steps, "rows": np.array(batch.rows)}
+            arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
+            each.write(index, rows, arrays, made.timing)
+            self.done(each.cell.label)
+
+
+@dataclasses.dataclass
+class Decoded:
+    """One policy over one batch: answers, what was watched, and what each row of the results gets."""
+
+    answers: list[str]
+    logits: np.ndarray | None  # [steps, B, V]
+    kept: np.ndarray  # [prompt, L, H, S] positions after the fill, −1 where none
+    entropy: np.ndarray  # [steps kept, L, B, H, G]
+    entropy_steps: np.ndarray
+    row: dict[str, Any]
+    timing: dict[str, Any]
+
+
+def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bool) -> Decoded:
+    """Fills from the record, feeds the forced tokens, and samples the rest, one step a call so that each is timed."""
+    session = engine.start(prompt, policies, batch.new_tokens, batch.rows, batch.forced, engine.model.stops)
+    kept, footprint = snapshot(session, batch)
+    watch = ("entropy", "logits") if logits else ("entropy",)
+    seen_logits, seen_entropy = [], []
+    while session.room and not session.done:
+        steps = session.run(1, watch)
+        seen_entropy.append(np.asarray(steps.entropy[0]))
+        if logits:
+            seen_logits.append(np.asarray(steps.logits[0]))
+    chosen = np.unique(np.linspace(0, len(seen_entropy) - 1, ENTROPY_STEPS).round().astype(int))
+    answers = [engine.model.tokenizer.decode(ids) for ids in session.answers()]
+    return Decoded(
+        answers,
+        np.stack(seen_logits) if logits else None,
+        kept,
+        np.stack([seen_entropy[i] for i in chosen]).astype(np.float32),
+        chosen,
+        footprint,
+        timing(session, prompt, len(batch.rows)),
+    )
+
+
+def snapshot(session: Session, batch: Batch) -> tuple[np.ndarray, dict[str, Any]]:
+    """Positions visible after the fill, a row per prompt, and the memory figures of one sequence."""
+    caches, policies = session.state.caches, session.policies
+    first = np.array([list(batch.rows).index(i) for i in range(len(batch.prompts))])
+    kept = []
+    for policy, cache in zip(policies, caches):
+        pos = np.where(memory.visible(policy, cache), cache.pos, -1)[first]
+        kept.append(np.sort(pos.reshape(*pos.shape[:2], -1), -1)[..., ::-1])
+    width = max(k.shape[-1] for k in kept)
+    kept = [np.pad(k, ((0, 0), (0, 0), (0, width - k.shape[-1])), constant_values=-1) for k in kept]
+    longest = max(map(len, batch.prompts))
+    figures = memory.footprint(policies, caches, FULL, longest + batch.new_tokens)
+    return np.stack(kept, 1)[..., ::-1], {**dataclasses.asdict(figures), "resident_ratio": figures.resident_ratio}
+
+
+def timing(session: Session, prompt: Prefilled, rows: int) -> dict[str, Any]:
+    """Times of one batch. The first step is left out of the rates: it may have compiled."""
+    first, *rest = [seconds / n for seconds, n in session.step_seconds]
+    return {
+        "rows": rows,
+        "prefill_seconds": prompt.seconds,
+        "fill_seconds": session.fill_seconds,
+        "first_step_seconds": first,
+        "step_seconds": rest or [first],
+        "time_to_first_token": prompt.seconds + session.fill_seconds,
+    }
+
+
+def summarise(task: Task, each: store.Run, policies) -> dict[str, Any]:
+    """A cell's figures from its batches on disk, so that a resumed run gives what an undisturbed one does."""
+    batches = each.batches()
+    rows = [row for b in batches for row in b["rows"]]
+    steps = np.array([s for b in batches for s in b["timing"]["step_seconds"]])
+    samples = sum(b["timing"]["rows"] * len(b["timing"]["step_seconds"]) for b in batches)
+    memory_names = [f.name for f in dataclasses.fields(memory.Footprint)] + ["resident_ratio"]
+    return {
+        "run_id": each.cell.run_id,
+        "policy": each.cell.label,
+        "task": each.cell.task["name"],
+        "seed": each.cell.seed,
+        **task.summary(rows),
+        **{name: float(np.mean([r[name] for r in rows])) for name in memory_names},
+        "tokens_per_s": float(samples / steps.sum()),
+        "ms_per_token_p50": float(np.quantile(steps, 0.5) * 1e3),
+        "ms_per_token_p99": float(np.quantile(steps, 0.99) * 1e3),
+        "time_to_first_token": float(np.median([b["timing"]["time_to_first_token"] for b in batches])),
+    }
+
+
+def environment(engine: Engine, task: Task) -> dict[str, str]:
+    """What a result depends on besides its config."""
+    return {
+        "code": code_digest(),
+        "weights": engine.model.digest,
+        "text": text_source.digest(getattr(task, "text", "")) if hasattr(task, "text") else "",
+        "kvlab": kvlab.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.machine()} {jax.default_backend()}",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+@functools.cache
+def code_digest() -> str:
+    """SHA-256 over the package's sources that can change a number."""
+    root = Path(kvlab.__file__).parent
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if path.parts[len(root.parts)] not in ("cli.py", "bench"):
+            total.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def parts_model(table: dict[str, Any]) -> str:
+    """The name in `model = {name = "..."}`."""
+    from kvlab.errors import ConfigError, nearest
+
+    for key in table:
+        if key != "name":
+            raise ConfigError(f"model: unknown key {key!r}; {nearest(key, ['name'])}")
+    if not isinstance(table.get("name"), str):
+        raise ConfigError('model: no name; write model = {name = "smollm2-135m"}')
+    return table["name"]

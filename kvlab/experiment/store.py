@@ -1,0 +1,104 @@
+"""Results on disk. Everything is written beside its place and renamed, so a file that exists is whole.
+
+    results/<experiment>/<run_id>/config.toml         written first
+                                  env.json            digests of code, weights and text; versions
+                                  metrics.jsonl       a line per finished batch
+                                  samples/00000.json  rows of one batch (its presence means: finished)
+                                  samples/00000.npz   kept positions, prompt tokens, entropy
+                                  summary.json        written last (its presence means: done)
+    results/<experiment>/table.parquet                a row per cell
+"""
+
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvlab.errors import ResultsError
+from kvlab.experiment.config import Cell
+
+
+@contextmanager
+def writing(path: Path):
+    """A temporary path that becomes `path` when the block ends well. Errors: ResultsError for a full or read-only disk."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise ResultsError(f"cannot write {path}: {error.strerror or error}; finished batches are kept, so free space or choose --out and run again") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+class Run:
+    """The folder of one cell."""
+
+    def __init__(self, folder: Path, cell: Cell):
+        self.folder = folder / cell.run_id
+        self.cell = cell
+
+    def open(self, env: dict[str, Any], accept_stale: bool = False, fresh: bool = False) -> None:
+        """Creates the folder, or checks that what is in it was made by the same code, weights and text."""
+        if fresh:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        about = self.folder / "env.json"
+        if about.exists() and not accept_stale:
+            before = read_json(about)
+            for what in ("code", "weights", "text"):
+                if before.get(what) != env[what]:
+                    raise ResultsError(
+                        f"{self.folder} was made with other {what} ({str(before.get(what))[:12]} against {env[what][:12]}); "
+                        "pass --accept-stale to build on it, --fresh to start over, or --out for another folder"
+                    )
+        if not about.exists():
+            import tomli_w
+
+            write_text(self.folder / "config.toml", tomli_w.dumps(msgspec.to_builtins(self.cell)))
+            write_text(about, json.dumps(env, indent=1))
+
+    def _batch(self, index: int) -> Path:
+        return self.folder / "samples" / f"{index:05d}.json"
+
+    def has(self, index: int) -> bool:
+        return self._batch(index).exists()
+
+    def write(self, index: int, rows: list[dict], arrays: dict[str, np.ndarray], timing: dict) -> None:
+        with writing(self._batch(index).with_suffix(".npz")) as part, open(part, "wb") as file:
+            np.savez_compressed(file, **arrays)
+        write_text(self._batch(index), json.dumps({"rows": rows, "timing": timing}))
+        try:
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as log:
+                log.write(json.dumps({"batch": index, **timing}) + "\n")
+        except OSError as error:
+            raise ResultsError(f"cannot write {self.folder / 'metrics.jsonl'}: {error.strerror}") from error
+
+    def batches(self) -> list[dict]:
+        return [read_json(path) for path in sorted((self.folder / "samples").glob("*.json"))]
+
+    def finish(self, summary: dict) -> None:
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"{path} cannot be read ({error}); remove its folder and run again") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Fails before any work is done."""
+    write_text(folder / ".writable", "")
+    (folder / ".writable").unlink()

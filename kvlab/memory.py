@@ -1,0 +1,104 @@
+"""What a cache takes: by arithmetic, by adding up its arrays, and by XLA's own account.
+
+Three figures go with every run. The *nominal* ratio is what was asked for; the *logical* one counts live tokens; the
+*resident* one adds up every array that exists: codes, scales, positions, tail, index keys, padding. Only the last is
+memory saved.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from kvlab.core import PAGE, Cache, Policy
+
+
+def kv_bytes(batch: int, tokens: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of plain keys and values: 2 · batch · tokens · layers · heads · dim · itemsize."""
+    return 2 * batch * tokens * layers * kv_heads * head_dim * itemsize
+
+
+def resident(tree) -> int:
+    """Bytes of all arrays in a cache (or any pytree)."""
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: int) -> int:
+    """Bytes that one layer's cache must have, from the parts' own figures. Equal to `resident` exactly.
+
+    For parts without state of their own; a page takes its codes and 64 positions, a row and head three counters and,
+    where codes are committed by the page, a raw tail.
+    """
+    pages = -(-budget // PAGE)
+    codes = policy.codec.keys.page_bytes(head_dim) + policy.codec.values.page_bytes(head_dim)
+    tail = 2 * PAGE * head_dim * 4 if policy.tailed else 0
+    return batch * kv_heads * (pages * (codes + PAGE * 4) + tail + 3 * 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes per sequence over all layers, beside those of the full fp32 cache of the same length.
+
+    Attributes:
+      resident_bytes: sum of all arrays.
+      full_bytes: what the plain fp32 policy would hold, positions included.
+      nominal_ratio: share of fp32 keys and values that was asked for: budget × bits, over `total` tokens.
+      logical_ratio: share that the codes of visible tokens take, over the tokens seen so far.
+      resident_ratio: resident_bytes / full_bytes.
+    """
+
+    resident_bytes: int
+    full_bytes: int
+    nominal_ratio: float
+    logical_ratio: float
+
+    @property
+    def resident_ratio(self) -> float:
+        return self.resident_bytes / self.full_bytes
+
+
+def footprint(policies: Sequence[Policy], caches: Sequence[Cache], full: Policy, total: int) -> Footprint:
+    """The three figures of a session's caches.
+
+    Args:
+      full: the plain policy to compare with.
+      total: tokens that a cache must have room for, prompt and continuation.
+    """
+    rows, heads, dim = caches[0].pos.shape[0], caches[0].pos.shape[1], _head_dim(caches[0], policies[0])
+    budget = full.budget(total, total)
+    full_bytes = len(caches) * expected(full, 1, heads, dim, budget)
+    seen = float((caches[0].pos.max((1, 2, 3)) + 1).mean())
+    plain = len(caches) * heads * 2 * dim * 4
+    asked = live = 0.0
+    for policy, cache in zip(policies, caches):
+        per_token = heads * (policy.codec.keys.page_bytes(dim) + policy.codec.values.page_bytes(dim)) / PAGE
+        asked += min(policy.retention.budget(total, total, 1), total) * per_token
+        live += float(visible(policy, cache).sum()) / (rows * heads) * per_token
+    return Footprint(resident(caches) // rows, full_bytes, asked / (plain * total), live / (plain * seen))
+
+
+def _head_dim(cache: Cache, policy: Policy) -> int:
+    code = policy.layout.slice(cache.memory, 0, 1)
+    return jax.eval_shape(policy.codec.values.decode, code["v"]).shape[-1]
+
+
+def visible(policy: Policy, cache: Cache):
+    """Which slots a query at the newest position would see, `[B, H, N, P]`."""
+    now = cache.pos.max((-2, -1), keepdims=True)
+    return (cache.pos >= 0) & policy.retention.visibility().mask(cache.pos, now)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """XLA's account of one compiled program, in bytes."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+
+def compiled(program) -> Compiled:
+    """From a `jax.jit(f).lower(...).compile()`."""
+    m = program.memory_analysis()
+    return Compiled(m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes)

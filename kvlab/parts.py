@@ -1,0 +1,102 @@
+"""From a table of a config file to a part, a policy or a task: strict about names, keys and types."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvlab.codec import CODECS
+from kvlab.core import Policy
+from kvlab.errors import ConfigError, nearest
+from kvlab.layout import LAYOUTS
+from kvlab.retention import RETENTIONS
+from kvlab.selection import SELECTIONS
+
+KINDS: dict[str, tuple[dict[str, type], str]] = {
+    "retention": (RETENTIONS, "keep_all"),
+    "codec": (CODECS, "raw"),
+    "layout": (LAYOUTS, "contiguous"),
+    "selection": (SELECTIONS, "read_all"),
+}
+
+
+def build(table: Any, registry: dict[str, type], where: str) -> Any:
+    """The object that `{name = "...", option = ...}` describes; `name` may be an import path "pkg.module:Class"."""
+    if isinstance(table, str):
+        table = {"name": table}
+    if not isinstance(table, dict):
+        raise ConfigError(f'{where}: {table!r} is no table; write {{name = "..."}}')
+    if "name" not in table:
+        if "kv" not in registry or not set(table) <= {"k", "v"}:
+            raise ConfigError(f"{where}: no name; allowed: {', '.join(sorted(registry))}")
+        table = {"name": "kv", **table}
+    cls = find(table["name"], registry, where)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in table.items():
+        if key == "name":
+            continue
+        if key not in fields:
+            raise ConfigError(f"{where}: {table['name']} has no option {key!r}; {nearest(key, fields) if fields else 'it has none'}")
+        values[key] = _value(value, fields[key].type, registry, f"{where}.{key}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {table['name']}: {error}") from error
+
+
+def _value(value, kind, registry, where: str):
+    if kind is Any:  # a part inside a part
+        return build(value, registry, where) if isinstance(value, dict | str) else value
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where} = {value!r}: {error}") from error
+
+
+def find(name: Any, registry: dict[str, type], where: str) -> type:
+    """A class by its registered name or by import path; a config's own folder and the working directory are searched."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: name = {name!r} is no text")
+    if ":" not in name:
+        if name not in registry:
+            raise ConfigError(f'{where}: no {name!r}; {nearest(name, registry)}, or an import path "package.module:Class"')
+        return registry[name]
+    module, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: {name!r} cannot be imported ({error}); allowed: package.module:Class") from error
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError(f"{where}: {name!r} is no dataclass; decorate it with kvlab.core.part")
+    return cls
+
+
+def policy(table: dict[str, Any], where: str = "policy") -> Policy:
+    """A policy from `{retention = {...}, codec = {...}, layout = {...}, selection = {...}}`; what is left out is plain."""
+    for key in table:
+        if key not in KINDS and key != "label":
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, [*KINDS, 'label'])}")
+    parts = {kind: build(table.get(kind, plain), registry, f"{where}.{kind}") for kind, (registry, plain) in KINDS.items()}
+    return Policy(**parts)
+
+
+def describe(table: dict[str, Any]) -> str:
+    """A policy's label: its own, or what differs from the full fp32 cache."""
+    if "label" in table:
+        return table["label"]
+    words = [w for kind, (_, plain) in KINDS.items() if (w := _words(table.get(kind, plain))) not in (plain, "raw float32")]
+    return " + ".join(words) or "full"
+
+
+def _words(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if "name" not in part:
+        return " / ".join(f"{side.upper()} {_words(part[side])}" for side in ("k", "v") if side in part)
+    return " ".join([part["name"].rpartition(":")[2], *(f"{v}" if isinstance(v, str) else f"{k} {v}" for k, v in part.items() if k != "name")])

@@ -1,0 +1,58 @@
+"""What a task hands to the runner, and what it makes of what comes back."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples that are decoded together.
+
+    Attributes:
+      prompts: token ids to prefill; each is compressed once and serves every sample that continues it.
+      rows: the prompt that each sample continues.
+      forced: tokens that each sample is fed one by one once the cache is filled.
+      new_tokens: steps to take; covers the forced tokens and the answer.
+      facts: what is known about each sample and goes into its row of the results.
+      targets: what the task wants back, in its own form.
+    """
+
+    prompts: Sequence[list[int]]
+    rows: Sequence[int]
+    forced: Sequence[list[int]]
+    new_tokens: int
+    facts: Sequence[dict[str, Any]]
+    targets: Sequence[Any]
+
+
+class Task:
+    """Pure function of its fields, a seed and the text: the same three give the same samples.
+
+    Attributes:
+      compares_logits: samples are scored by logits against the full fp32 cache's, on the same tokens.
+    """
+
+    compares_logits: bool = False
+
+    def count(self) -> int:
+        """Number of batches."""
+        raise NotImplementedError
+
+    def batch(self, index: int, seed: int, tokenizer) -> Batch:
+        raise NotImplementedError
+
+    def score(self, batch: Batch, answers: list[str], logits, reference) -> list[dict[str, Any]]:
+        """Scalars for each sample. `logits` and `reference` are `[steps, B, V]` where `compares_logits`, else None."""
+        raise NotImplementedError
+
+    def summary(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        """Scalars over all samples of a cell."""
+        raise NotImplementedError
+
+
+def generator(seed: int, index: int) -> np.random.Generator:
+    """One generator per (seed, batch), so that batches can be made alone and in any order."""
+    return np.random.default_rng([seed, index])

@@ -1,0 +1,73 @@
+"""How well a text is predicted while the cache is in use."""
+
+import dataclasses
+
+import numpy as np
+
+from kvlab.errors import ConfigError
+from kvlab.evaluate import logits as statistics
+from kvlab.tasks import text as source
+from kvlab.tasks.base import Batch, Task, generator
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood(Task):
+    """Documents whose start fills the cache and whose continuation is fed token by token.
+
+        prompt    t₁ … t_length          (compressed by the policy)
+        forced    t_length+1 … t_length+continuation
+        target    each token after the first forced one, by logits that decoding gave
+
+    Every statistic is paired: the same tokens through the policy and through the full fp32 cache.
+
+    Fields:
+      contexts: documents, decoded together.
+      length, continuation: tokens in the cache at first, and fed afterwards.
+      text: see `kvlab.tasks.text`.
+    """
+
+    length: int = 2048
+    contexts: int = 4
+    continuation: int = 96
+    text: str = "docstrings"
+
+    compares_logits = True
+
+    def __post_init__(self):
+        if self.contexts < 1 or self.continuation < 2 or self.length < 1:
+            raise ConfigError(f"likelihood: {self}; contexts and length must be ≥ 1, continuation ≥ 2")
+
+    def count(self) -> int:
+        return 1
+
+    def batch(self, index: int, seed: int, tokenizer) -> Batch:
+        need = self.length + self.continuation
+        documents = source.documents(self.text)
+        chosen: list[tuple[str, list[int]]] = []
+        for i in generator(seed, index).permutation(len(documents)):
+            name, text = documents[i]
+            ids = tokenizer.encode(text) if len(text) > need else []
+            if len(ids) >= need:
+                chosen.append((name, ids[:need]))
+            if len(chosen) == self.contexts:
+                break
+        else:
+            raise ConfigError(
+                f"likelihood: text={self.text!r} has {len(chosen)} documents of {need} tokens, "
+                f"{self.contexts} were asked for; lower contexts or length"
+            )
+        prompts = [ids[: self.length] for _, ids in chosen]
+        forced = [ids[self.length :] for _, ids in chosen]
+        facts = [{"context": i, "document": name} for i, (name, _) in enumerate(chosen)]
+        return Batch(prompts, range(len(chosen)), forced, self.continuation, facts, forced)
+
+    def score(self, batch, answers, logits, reference):
+        rows = []
+        for row, target in enumerate(batch.targets):
+            tokens = statistics.compare(logits[:-1, row], reference[:-1, row], target[1:])
+            rows.append({k: v.tolist() for k, v in tokens.items()})
+        return rows
+
+    def summary(self, rows):
+        tokens = {k: np.concatenate([r[k] for r in rows]) for k in ("kl", "same_top1", "nll", "nll_reference")}
+        return {**statistics.summarise(tokens), "tokens": len(tokens["kl"]), "samples": len(rows)}

@@ -1,0 +1,90 @@
+"""Facts hidden in a long text, asked for one by one."""
+
+import dataclasses
+
+from kvlab.errors import ConfigError
+from kvlab.tasks import text as source
+from kvlab.tasks.base import Batch, Task, generator
+
+CITIES = """Amsterdam Ankara Athens Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston Brussels Budapest
+Cairo Chicago Copenhagen Dakar Damascus Delhi Dublin Edinburgh Florence Geneva Hamburg Hanoi Havana Helsinki Istanbul
+Jakarta Jerusalem Kabul Karachi Kyoto Lagos Lima Lisbon London Madrid Manila Melbourne Miami Milan Montreal Moscow Mumbai
+Munich Nairobi Naples Osaka Oslo Ottawa Paris Prague Quito Rome Santiago Seoul Shanghai Singapore Stockholm Sydney Tehran
+Tokyo Toronto Vienna Warsaw Zurich""".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle(Task):
+    """`needles` sentences in each of `contexts` texts; one question a needle, all from the same filled cache.
+
+        context    … text … [The magic number for Oslo is 48213.] … text … [The magic number for Lima is 90417.] … text …
+        question   The magic number for Oslo is       (fed token by token once the cache is filled)
+        target     48213
+
+    Fields:
+      length: tokens of a context (with its question, where that is known).
+      depth: where the needles lie, 0 … 1; None spreads them evenly.
+      known: the question is part of the prompt, so a policy may compress with it in sight.
+      new_tokens: tokens that an answer may take.
+      text: see `kvlab.tasks.text`.
+    """
+
+    length: int = 2048
+    contexts: int = 4
+    needles: int = 10
+    depth: float | None = None
+    known: bool = False
+    new_tokens: int = 8
+    text: str = "docstrings"
+
+    def __post_init__(self):
+        if not 1 <= self.needles <= len(CITIES):
+            raise ConfigError(f"needle: needles={self.needles}; allowed: 1 … {len(CITIES)}")
+        if self.depth is not None and not 0 <= self.depth <= 1:
+            raise ConfigError(f"needle: depth={self.depth}; allowed: 0 … 1, or leave it out to spread them")
+        if self.length < 40 * (self.needles + 1):
+            raise ConfigError(f"needle: length={self.length} cannot hold {self.needles} needles; give at least {40 * (self.needles + 1)}")
+
+    def count(self) -> int:
+        return self.contexts
+
+    def batch(self, index: int, seed: int, tokenizer) -> Batch:
+        rng = generator(seed, index)
+        cities = [CITIES[i] for i in rng.choice(len(CITIES), self.needles, replace=False)]
+        numbers = [str(n) for n in rng.integers(10_000, 100_000, self.needles)]
+        needles = [tokenizer.encode(f"\n\nThe magic number for {c} is {n}.\n\n") for c, n in zip(cities, numbers)]
+        questions = [tokenizer.encode(f"\n\nThe magic number for {c} is") for c in cities]
+        room = self.length - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
+        hay = source.token_stream(self.text, tokenizer, rng, room)[:room]
+        context, depths = self._insert(hay, needles)
+        facts = [{"context": index, "needle": c, "depth": round(d, 4)} for c, d in zip(cities, depths)]
+        if self.known:
+            prompts, rows, forced = [context + q for q in questions], range(self.needles), [[]] * self.needles
+        else:
+            prompts, rows, forced = [context], [0] * self.needles, questions
+        steps = max(map(len, forced)) + self.new_tokens
+        return Batch(prompts, list(rows), forced, steps, facts, numbers)
+
+    def _insert(self, hay: list[int], needles: list[list[int]]):
+        """The text with the needles in it, and the depth at which each begins."""
+        n = len(needles)
+        share = [(i + 0.5) / n if self.depth is None else self.depth for i in range(n)]
+        context: list[int] = []
+        starts, done = [], 0
+        for needle, at in zip(needles, share):
+            cut = int(at * len(hay))
+            context += hay[done:cut]
+            starts.append(len(context))
+            context += needle
+            done = cut
+        context += hay[done:]
+        return context, [s / len(context) for s in starts]
+
+    def score(self, batch, answers, logits, reference):
+        return [
+            {"answer": answer, "target": target, "correct": answer.strip().startswith(target)}
+            for answer, target in zip(answers, batch.targets)
+        ]
+
+    def summary(self, rows):
+        return {"accuracy": sum(r["correct"] for r in rows) / len(rows), "samples": len(rows)}

@@ -1,0 +1,78 @@
+"""Real text that every machine has: the Python standard library's, or a file of one's own."""
+
+import ast
+import functools
+import hashlib
+import sysconfig
+from pathlib import Path
+
+from kvlab.errors import ConfigError, nearest
+
+SKIPPED = {"test", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo"}
+
+
+@functools.cache
+def documents(source: str) -> tuple[tuple[str, str], ...]:
+    """(name, text) pairs in a fixed order.
+
+    Args:
+      source: "docstrings" (prose of the standard library, a document a module), "stdlib" (its code), or the path of a
+        text file or of a folder of .txt files.
+    """
+    if source in SOURCES:
+        return SOURCES[source]()
+    path = Path(source).expanduser()
+    files = [path] if path.is_file() else sorted(path.glob("*.txt"))
+    if not files:
+        raise ConfigError(f"text={source!r}; {nearest(source, SOURCES)}, or the path of a text file or a folder of them")
+    return tuple((file.name, file.read_text(encoding="utf-8")) for file in files)
+
+
+def digest(source: str) -> str:
+    """SHA-256 of the names and texts: results that depend on a text name it by this."""
+    total = hashlib.sha256()
+    for name, text in documents(source):
+        for piece in (name, text):
+            raw = piece.encode()
+            total.update(len(raw).to_bytes(8, "little") + raw)
+    return total.hexdigest()
+
+
+def _modules():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if not SKIPPED.intersection(inside.parts):
+            yield str(inside), path.read_text(encoding="utf-8", errors="replace")
+
+
+def _stdlib():
+    return tuple((name, code) for name, code in _modules() if len(code) > 2000)
+
+
+def _docstrings():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for name, code in _modules():
+        try:
+            nodes = [n for n in ast.walk(ast.parse(code)) if isinstance(n, kinds)]
+        except SyntaxError:
+            continue
+        texts = [doc for doc in (ast.get_docstring(node) for node in nodes) if doc and len(doc) > 120]
+        if sum(map(len, texts)) > 2000:
+            found.append((name, "\n\n".join(texts)))
+    return tuple(found)
+
+
+SOURCES = {"docstrings": _docstrings, "stdlib": _stdlib}
+
+
+def token_stream(source: str, tokenizer, rng, length: int) -> list[int]:
+    """At least `length` tokens of whole documents, in an order that `rng` draws."""
+    texts = documents(source)
+    ids: list[int] = []
+    for i in rng.permutation(len(texts)):
+        ids += tokenizer.encode(texts[i][1] + "\n\n")
+        if len(ids) >= length:
+            return ids
+    raise ConfigError(f"text={source!r} has {len(ids)} tokens in all, {length} were asked for; shorten the task's length")

@@ -32,10 +32,10 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
 
-    def cap(self, logits: Array) -> Array:
+    def cap(self, logits):
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
-    def sees(self, pos: Array, now: Array) -> Array:
+    def sees(self, pos, now):
         """Whether a query at position `now` may see a token at position `pos` (EMPTY slots are never seen)."""
         ok = (pos >= 0) & (pos <= now)
         return ok if self.window is None else ok & (pos > now - self.window)
@@ -56,7 +56,7 @@ def nothing(batch: int, heads: int, queries: int, dim: int) -> Partial:
     return Partial(jnp.zeros((batch, heads, queries, dim)), flat + MASKED / 2, flat, flat)
 
 
-def partial(logits: Array, ok: Array, mix: Callable[[Array], Array]) -> Partial:
+def partial(logits, ok, mix: Callable) -> Partial:
     """Attention over one block.
 
     Args:
@@ -78,7 +78,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, top, a.mass * x + b.mass * y, a.moment * x + b.moment * y)
 
 
-def finish(p: Partial) -> tuple[Array, Array, Array]:
+def finish(p: Partial):
     """Normalises: output, log-sum-exp and entropy (nats). A row that read nothing gives 0, −inf, 0 and gradient 0."""
     empty = p.mass <= 0
     mass = jnp.where(empty, 1.0, p.mass)
@@ -92,7 +92,7 @@ def dense(
     query_BHQD: Float[Array, "B H Q D"],
     key_BHSD: Float[Array, "B H S D"],
     value_BHSD: Float[Array, "B H S D"],
-    ok: Bool[Array, "..."],
+    ok: Bool[Array, "..."],  # broadcasts to [B, H, Q, S]
     spec: AttentionSpec,
 ) -> Float[Array, "B H Q D"]:
     """The plain masked softmax that everything else is measured against; `ok` broadcasts to `[B, H, Q, S]`."""

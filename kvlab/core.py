@@ -417,7 +417,6 @@ class Policy:
         priority = jnp.broadcast_to(priority, pos.shape).astype(jnp.float32)
         if self.unit > 1:
             priority = self._pool(priority.reshape(cache.pos.shape), cache.pos)
-            priority = jnp.where(jnp.arange(N) == cache.open[..., None], jnp.inf, priority)
             pos = cache.pos.max(-1)
         else:
             priority = jnp.where(pos >= 0, priority, -jnp.inf)[..., : cache.budget]

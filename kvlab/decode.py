@@ -225,7 +225,7 @@ class Engine:
             caches = tuple(_rows(p, c, index) for p, c in zip(policies, caches))
             logits, lengths = logits[index], lengths[index]
         B = len(lengths)
-        width = max([len(f) for f in forced or ()] + [1])
+        width = -(-max([len(f) for f in forced or ()] + [1]) // PAGE) * PAGE  # so that lengths close by share a trace
         feed = np.full((B, width), -1, np.int32)
         for row, ids in zip(feed, forced or ()):
             row[: len(ids)] = ids

@@ -7,7 +7,6 @@ fills its own cache from that record, answers, is scored and is written down. Fi
 import dataclasses
 import functools
 import hashlib
-import itertools
 import platform
 import time
 from collections.abc import Sequence
@@ -53,8 +52,11 @@ def run(
     with report.progress() as bar:
         total = sum(cell.make_task().count() for cell in cells)
         task = bar.add_task(name, total=total)
-        for _, group in itertools.groupby(sorted(cells, key=lambda c: c.group), key=lambda c: c.group):
-            Group(list(group), folder, accept_stale, fresh, lambda what: bar.update(task, advance=1, description=what)).run()
+        groups: dict[str, list[config.Cell]] = {}
+        for cell in cells:
+            groups.setdefault(cell.group, []).append(cell)
+        for group in groups.values():
+            Group(group, folder, accept_stale, fresh, lambda what: bar.update(task, advance=1, description=what)).run()
     return report.finish(name, experiment, cells, folder)
 
 
@@ -67,7 +69,7 @@ class Group:
     """Cells with the same model, task and seed."""
 
     def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, fresh: bool, done):
-        self.engine = _engine(parts_model(cells[0].model))
+        self.engine = _engine(model_name(cells[0].model))
         self.task: Task = cells[0].make_task()
         self.seed = cells[0].seed
         self.done = done
@@ -148,12 +150,12 @@ def snapshot(session: Session, batch: Batch) -> tuple[np.ndarray, dict[str, Any]
     kept = []
     for policy, cache in zip(policies, caches):
         pos = np.where(memory.visible(policy, cache), cache.pos, -1)[first]
-        kept.append(np.sort(pos.reshape(*pos.shape[:2], -1), -1)[..., ::-1])
+        kept.append(np.sort(pos.reshape(*pos.shape[:2], -1), -1))
     width = max(k.shape[-1] for k in kept)
-    kept = [np.pad(k, ((0, 0), (0, 0), (0, width - k.shape[-1])), constant_values=-1) for k in kept]
+    kept = [np.pad(k, ((0, 0), (0, 0), (width - k.shape[-1], 0)), constant_values=-1) for k in kept]
     longest = max(map(len, batch.prompts))
     figures = memory.footprint(policies, caches, FULL, longest + batch.new_tokens)
-    return np.stack(kept, 1)[..., ::-1], {**dataclasses.asdict(figures), "resident_ratio": figures.resident_ratio}
+    return np.stack(kept, 1), {**dataclasses.asdict(figures), "resident_ratio": figures.resident_ratio}
 
 
 def timing(session: Session, prompt: Prefilled, rows: int) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def code_digest() -> str:
     return total.hexdigest()
 
 
-def parts_model(table: dict[str, Any]) -> str:
+def model_name(table: dict[str, Any]) -> str:
     """The name in `model = {name = "..."}`."""
     from kvlab.errors import ConfigError, nearest
 

@@ -35,7 +35,7 @@ class Needle(Task):
     depth: float | None = None
     known: bool = False
     new_tokens: int = 8
-    text: str = "docstrings"
+    text: str = "licences"
 
     def __post_init__(self):
         if not 1 <= self.needles <= len(CITIES):
@@ -52,7 +52,7 @@ class Needle(Task):
         rng = generator(seed, index)
         cities = [CITIES[i] for i in rng.choice(len(CITIES), self.needles, replace=False)]
         numbers = [str(n) for n in rng.integers(10_000, 100_000, self.needles)]
-        needles = [tokenizer.encode(f"\n\nThe magic number for {c} is {n}.\n\n") for c, n in zip(cities, numbers)]
+        needles = [tokenizer.encode(f" The magic number for {c} is {n}. ") for c, n in zip(cities, numbers)]
         questions = [tokenizer.encode(f"\n\nThe magic number for {c} is") for c in cities]
         room = self.length - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
         hay = source.token_stream(self.text, tokenizer, rng, room)[:room]

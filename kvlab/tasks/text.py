@@ -1,13 +1,15 @@
-"""Real text that every machine has: the Python standard library's, or a file of one's own."""
+"""Real text that every installation has, from packages and the standard library, or a file of one's own."""
 
 import ast
 import functools
 import hashlib
 import sysconfig
+from importlib.metadata import files
 from pathlib import Path
 
 from kvlab.errors import ConfigError, nearest
 
+PACKAGES = ("numpy", "pandas", "pyarrow", "scipy", "jax", "jaxlib", "safetensors", "matplotlib", "pillow", "typing_extensions")
 SKIPPED = {"test", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo"}
 
 
@@ -16,8 +18,8 @@ def documents(source: str) -> tuple[tuple[str, str], ...]:
     """(name, text) pairs in a fixed order.
 
     Args:
-      source: "docstrings" (prose of the standard library, a document a module), "stdlib" (its code), or the path of a
-        text file or of a folder of .txt files.
+      source: "licences" (of the packages that kvlab itself depends on), "docstrings" (prose of the standard library, a
+        document a module), "stdlib" (its code), or the path of a text file or of a folder of .txt files.
     """
     if source in SOURCES:
         return SOURCES[source]()
@@ -64,7 +66,23 @@ def _docstrings():
     return tuple(found)
 
 
-SOURCES = {"docstrings": _docstrings, "stdlib": _stdlib}
+def _licences():
+    """Licence and notice files of our own dependencies, each paragraph once."""
+    seen: set[str] = set()
+    found = []
+    for package in PACKAGES:
+        for file in sorted(files(package) or (), key=str):
+            if "licen" not in file.name.lower() and "notice" not in file.name.lower() and "licenses" not in file.parts:
+                continue
+            paragraphs = file.locate().read_text(encoding="utf-8", errors="replace").split("\n\n")
+            new = [p for p in dict.fromkeys(paragraphs) if p not in seen]
+            seen.update(new)
+            if sum(map(len, new)) > 2000:
+                found.append((f"{package}/{file.name}", "\n\n".join(new)))
+    return tuple(found)
+
+
+SOURCES = {"licences": _licences, "docstrings": _docstrings, "stdlib": _stdlib}
 
 
 def token_stream(source: str, tokenizer, rng, length: int) -> list[int]:

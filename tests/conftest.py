@@ -1,0 +1,53 @@
+"""Shared small models, parts and records. A skip that is not declared here fails the suite."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from jaxtyping import install_import_hook
+
+install_import_hook("kvlab.attention", "beartype.beartype")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "allow")
+
+EXPECTED_SKIPS = ("refused:",)
+
+
+def pytest_configure(config):
+    config.unexpected_skips = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(EXPECTED_SKIPS):
+            item.config.unexpected_skips.append(f"{item.nodeid}: {reason}")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if session.config.unexpected_skips and exitstatus == 0:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in config.unexpected_skips:
+        terminalreporter.write_line(f"UNEXPECTED SKIP {line}", red=True)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A random two-layer model with a tokenizer that reads bytes; nothing to download."""
+    from tests.tools import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)

@@ -1,0 +1,127 @@
+"""Bytes: formula = sum of arrays, ratios as promised, nothing cache-sized copied, nothing overwritten."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvlab import memory
+from kvlab.attention import AttentionSpec
+from kvlab.codec import Int8, Raw
+from kvlab.core import Policy, Record
+from kvlab.layout import Contiguous
+from kvlab.retention import KeepAll, Window
+from kvlab.selection import ReadAll
+from tests import tools
+
+FULL = Policy(KeepAll(), Raw(), Contiguous(), ReadAll())
+
+
+def test_the_formula():
+    assert memory.kv_bytes(8, 131_072, 48, 8, 128, 2) == 206_158_430_208
+    assert memory.kv_bytes(1, 1, 32, 8, 128, 2) == 131_072  # Llama-3-8B, one token
+
+
+def shape(batch, heads, length, dim):
+    f = jax.ShapeDtypeStruct
+    return Record(f((batch, heads, length, dim), "f4"), f((batch, heads, length, dim), "f4"), f((batch, length), "i4"))
+
+
+def filled(policy, batch, length, new, heads=3, dim=64):
+    budget = policy.budget(length, length + new)
+    return budget, jax.eval_shape(lambda r: policy.fill(r, budget), shape(batch, heads, length, dim))
+
+
+@pytest.mark.parametrize("names", [n for n in tools.PRODUCT if n[3] == "read_all" and "norm" not in n[0]], ids="-".join)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_resident_is_the_formula_exactly(names, batch):
+    """CASES 17."""
+    policy = tools.make(*names)
+    budget, cache = filled(policy, batch, 512, 70)
+    bytes_ = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert bytes_ == memory.expected(policy, batch, 3, 64, budget)
+
+
+@pytest.mark.parametrize("scale,length,most", [("token", 2048, 0.28), ("channel", 2048, 0.31), ("channel", 8192, 0.28)])
+def test_int8_saves_what_it_promises(scale, length, most):
+    policy = Policy(KeepAll(), Int8(scale), Contiguous(), ReadAll())
+    size = lambda p: memory.expected(p, 1, 3, 64, filled(p, 1, length, 0)[0])
+    assert size(policy) / size(FULL) <= most
+
+
+def test_caches_have_the_models_kv_heads():
+    """CASES 12: 32 query heads on 8 KV heads make a cache of 8 heads."""
+    _, cache = filled(Policy(Window(2044, 4), Raw(), Contiguous(), ReadAll()), 2, 4096, 0, heads=8, dim=128)
+    assert cache.memory["v"]["x"].shape == (2, 8, 2048, 128)
+
+
+def test_layers_have_budgets_of_their_own():
+    """CASES 8 and 20: a short layer is short in memory, and each layer masks itself."""
+    from kvlab.decode import Engine
+
+    model = tools.tiny_model()
+    engine, ids = Engine(model), np.random.default_rng(0).integers(0, 256, 300).tolist()
+    policies = [Policy(Window(8, 0), Raw(), Contiguous(), ReadAll()), Policy(Window(250, 4), Raw(), Contiguous(), ReadAll())]
+    session = engine.start(engine.prefill([ids]), policies, 8)
+    reads = session.run(8, watch=["reads"]).reads
+    assert [c.pos.shape[2] for c in session.state.caches] == [1, 4]
+    assert (reads[:, 0] == 8).all() and (reads[:, 1] == 254).all()
+
+
+def test_three_figures():
+    """CASES 30: what was asked for, what is live, what is there."""
+    s = tools.sequence(lengths=(128, 128), steps=1, bucket=128)
+    policy = Policy(Window(28, 4), Int8(), Contiguous(), ReadAll())
+    cache = policy.fill(s.record, policy.budget(128, 128))
+    got = memory.footprint([policy], [cache], FULL, 128)
+    bits = (32 + 4) / (4 * 32)
+    assert got.nominal_ratio == pytest.approx(32 / 128 * bits) and got.logical_ratio == pytest.approx(32 / 128 * bits)
+    assert got.resident_bytes == memory.resident(cache) // 2 and got.resident_ratio > got.logical_ratio
+
+
+def compiled_step(policy, batch, length):
+    """A decode loop of two layers with donated caches at this capacity, compiled but not run."""
+    spec, (budget, cache) = AttentionSpec(0.125), filled(policy, batch, length - 64, 64)
+    f = jax.ShapeDtypeStruct
+
+    def loop(policy, caches, x, pos):
+        def body(carry):
+            i, caches, x, pos = carry
+            new = []
+            for cache in caches:
+                k = jnp.sin(x).mean(2)
+                done = policy.attend(policy.append(cache, k, jnp.cos(k), pos), x, pos, spec)
+                new.append(done.cache)
+                x = jnp.tanh(x + done.out_BHQD)
+            return i + 1, tuple(new), x, pos + 1
+
+        return jax.lax.while_loop(lambda c: c[0] < 64, body, (0, caches, x, pos))
+
+    jitted = jax.jit(loop, donate_argnums=1)
+    return jitted.lower(policy, (cache, cache), f((batch, 3, 3, 64), "f4"), f((batch,), "i4")).compile(), cache
+
+
+NO_COPY = [n for n in tools.PRODUCT if n[3] == "read_all" and n[1] not in ("kivi", "k_only") and n[0] != "key_norm_pages"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("names", NO_COPY, ids="-".join)
+def test_no_cache_sized_copy(names, batch):
+    """Donated caches are updated in place: no copy of a large leaf, temporaries below a quarter of the cache, at 32k."""
+    policy = tools.make(*names)
+    if not isinstance(policy.retention, KeepAll):
+        changed = {"size": 32_000}
+        policy = Policy(type(policy.retention)(**changed), policy.codec, policy.layout, policy.selection)
+    program, cache = compiled_step(policy, batch, 32_768)
+    large = [x for x in jax.tree.leaves(cache.memory) if x.size > 100_000]
+    text = program.as_text()
+    kinds = {"float32": "f32", "int8": "s8", "uint16": "u16"}
+    for leaf in large:
+        shape_ = f"{kinds[str(leaf.dtype)]}[{','.join(map(str, leaf.shape))}]"
+        assert not re.search(re.escape(shape_) + r"\S* copy\(", text), f"{shape_} is copied"
+    total = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    account = memory.compiled(program)
+    assert account.temporaries < total / 4
+    assert account.aliased >= total - 4096, "a donated cache came back as a new buffer"

@@ -1,0 +1,108 @@
+"""What stays: naive oracles in numpy, one per rule, and the rules of budgets."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlab.codec import Int8, Raw
+from kvlab.core import EMPTY, PAGE, Policy, Record
+from kvlab.errors import ConfigError, RefusedPolicy
+from kvlab.layout import Contiguous
+from kvlab.retention import KeepAll, Window
+from kvlab.selection import ReadAll
+from tests import tools
+
+
+def kept(pos):
+    return set(pos[pos >= 0].tolist())
+
+
+@pytest.mark.parametrize("size,sinks", [(70, 4), (128, 0), (1, 2), (64, 64), (500, 4)])
+@pytest.mark.parametrize("codec", [Raw(), Int8("channel")], ids=str)
+def test_window_sees_sinks_and_recents_exactly(size, sinks, codec):
+    """At every step a query sees {pos < sinks} ∪ {pos > t − size}, across evictions, for scales by token and by page."""
+    s = tools.sequence(lengths=(150, 40))
+    policy = Policy(Window(size, sinks), codec, Contiguous(), ReadAll())
+    _, _, seen = tools.run(policy, s)
+    for step in range(s.steps):
+        for b in range(2):
+            now = int(s.lengths[b]) + step
+            want = {p for p in range(now + 1) if p < sinks or p > now - size}
+            for h in range(2):
+                pos = seen["pos"][step, b, h]
+                rule = np.asarray(policy.retention.visibility().mask(pos, now))
+                assert kept(np.where(rule, pos, EMPTY)) == want
+            assert (seen["reads"][step, b] == len(want)).all()
+
+
+def test_keep_all_keeps_all():
+    s = tools.sequence()
+    _, _, seen = tools.run(Policy(KeepAll(), Raw(), Contiguous(), ReadAll()), s)
+    for b in range(2):
+        assert kept(seen["pos"][-1, b, 0]) == set(range(int(s.lengths[b]) + s.steps))
+
+
+def test_scores_follow_their_tokens_through_evictions():
+    """Key norm, against a naive loop: a recycled slot must not inherit its victim's score."""
+    s = tools.sequence(lengths=(150, 97))
+    policy = tools.make("key_norm", "raw", "contiguous", "read_all")
+    _, _, seen = tools.run(policy, s)
+    for b, h in np.ndindex(2, 2):
+        norm, n = np.linalg.norm(s.key[b, h], axis=-1), int(s.lengths[b])
+        held = sorted(sorted(range(n), key=lambda p: np.inf if p == n - 1 else -norm[p])[-96:])
+        for step in range(s.steps):
+            now = n + step
+            if len(held) == 96:
+                held.remove(min(held, key=lambda p: (-norm[p], p)))
+            held.append(now)
+            assert kept(seen["pos"][step, b, h]) == set(held), step
+
+
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(0, 80), st.sampled_from([Raw(), Int8("channel")]))
+@settings(max_examples=30, deadline=None)
+def test_budgets_are_whole_units_within_the_sequence(total, size, sinks, codec):
+    policy = Policy(Window(size, sinks), codec, Contiguous(), ReadAll())
+    budget = policy.budget(total, total)
+    assert budget % policy.unit == 0 and 1 <= budget < total + policy.unit
+    assert policy.unit > 1 or budget == min(total, size + sinks)
+
+
+def test_ties_keep_the_newest_in_a_prompt_and_evict_the_oldest():
+    """CASES 2's mask, for scores that are all equal."""
+
+    class Flat(tools.KeyNorm):
+        def priority(self, state, pos, now):
+            return jnp.where(pos < 2, jnp.inf, 0.0 * pos)
+
+    policy = Policy(tools.part(Flat)(8), Raw(), Contiguous(), ReadAll())
+    zeros = jnp.zeros((1, 1, 64, 16), jnp.float32)
+    record = Record(zeros, zeros, jnp.where(jnp.arange(64) < 20, jnp.arange(64), EMPTY)[None])
+    cache = policy.fill(record, 8)
+    assert kept(np.asarray(cache.pos)) == {0, 1, *range(14, 20)}
+    cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([20]))
+    assert kept(np.asarray(cache.pos)) == {0, 1, *range(15, 21)}
+
+
+def test_refusals_name_the_ways_out():
+    with pytest.raises(RefusedPolicy, match="unit=64.*scale per token"):
+        Policy(tools.KeyNorm(), Int8("channel"), Contiguous(), ReadAll())
+    with pytest.raises(RefusedPolicy, match="allowed: None, 1 or 64"):
+        Policy(tools.KeyNorm(96, 16), Raw(), Contiguous(), ReadAll())
+    with pytest.raises(ConfigError, match="size must be"):
+        Window(0)
+
+
+def test_rows_that_are_not_live_stay_as_they_were():
+    s = tools.sequence()
+    policy = Policy(Window(70, 4), Int8("channel"), Contiguous(), ReadAll())
+    cache = policy.fill(s.record, policy.budget(150, 290))
+    key, value = tools.appended(s)
+    pos = jnp.asarray(s.lengths + np.arange(70)[:, None])
+    after = tools.append(policy, cache, key[:70], value[:70], pos, jnp.array([True, False]))
+    second = lambda c: [np.asarray(x)[1] for x in (c.pos, c.opened, c.offset, *c.tail, c.memory["k"]["x"])]
+    for a, b in zip(second(cache), second(after)):
+        np.testing.assert_array_equal(a, b)
+    assert kept(np.asarray(after.pos[0, 0])) >= set(range(151, 220))
+    assert PAGE == 64

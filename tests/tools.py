@@ -1,0 +1,218 @@
+"""What several tests use: parts by name, random records, a dense oracle in numpy, a tiny model."""
+
+import dataclasses
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvlab.attention import AttentionSpec
+from kvlab.codec import KV, Int8, Raw
+from kvlab.core import EMPTY, PAGE, Pages, Policy, Record, Retention, Selection, Tokens, part, static
+from kvlab.errors import RefusedPolicy
+from kvlab.layout import Contiguous
+from kvlab.models import Model, transformer
+from kvlab.models.config import ModelConfig
+from kvlab.retention import KeepAll, Window
+from kvlab.selection import ReadAll
+
+
+@part
+class KeyNorm(Retention):
+    """Evicts the token whose key is longest: a rule with a score of its own, for tests of per-token state."""
+
+    size: int = static(default=96)
+    unit: int | None = static(default=1)
+    pool = "mean"
+
+    def budget(self, prompt, total, unit):
+        return self.size
+
+    def score(self, key, value, pos):
+        return jnp.linalg.norm(key, axis=-1)
+
+    def priority(self, state, pos, now):
+        return jnp.where(pos == now, jnp.inf, -state)
+
+
+@part
+class LatePages(Selection):
+    """The last `count` pages that hold anything, and the open one: a selection that answers in pages."""
+
+    count: int = static(default=2)
+
+    def select(self, state, query, visible, cache):
+        newest = jnp.where(visible, cache.pos, EMPTY).max(-1)
+        top, index = jax.lax.top_k(newest, min(self.count, newest.shape[-1]))
+        return Pages(jnp.where(top >= 0, index, -1))
+
+
+@part
+class OddTokens(Selection):
+    """Tokens at odd positions: a selection that answers in slots."""
+
+    def select(self, state, query, visible, cache):
+        B, H, N, P = visible.shape
+        ok = (visible & (cache.pos % 2 == 1)).reshape(B, H, N * P)
+        order = jnp.argsort(~ok, -1, stable=True)
+        return Tokens(jnp.where(jnp.take_along_axis(ok, order, 2), order, -1))
+
+
+RETENTIONS = {"keep_all": KeepAll(), "window": Window(70, 4), "key_norm": KeyNorm(), "key_norm_pages": KeyNorm(128, PAGE)}
+CODECS = {
+    "raw": Raw(),
+    "float16": Raw("float16"),
+    "bfloat16": Raw("bfloat16"),
+    "int8_token": Int8(),
+    "int8_channel": Int8("channel"),
+    "kivi": KV(Int8("channel"), Int8("token")),
+    "k_only": KV(Int8("token"), Raw()),
+}
+LAYOUTS = {"contiguous": Contiguous()}
+SELECTIONS = {"read_all": ReadAll(), "pages": LatePages(), "tokens": OddTokens()}
+PRODUCT = list(itertools.product(RETENTIONS, CODECS, LAYOUTS, SELECTIONS))
+# every pair of parts occurs in one of these
+COVERING = [
+    (r, c, "contiguous", s)
+    for i, r in enumerate(RETENTIONS)
+    for j, c in enumerate(CODECS)
+    for k, s in enumerate(SELECTIONS)
+    if (i + j + k) % 3 == 0
+]
+
+
+def make(retention, codec, layout, selection) -> Policy:
+    """The named product, or a declared skip with the reason of the refusal."""
+    try:
+        return Policy(RETENTIONS[retention], CODECS[codec], LAYOUTS[layout], SELECTIONS[selection])
+    except RefusedPolicy as error:
+        pytest.skip(f"refused: {error}")
+
+
+@dataclasses.dataclass
+class Sequence:
+    """Random queries, keys and values of a whole sequence, and the record of its ragged prompt (pads are poison)."""
+
+    lengths: np.ndarray
+    steps: int
+    key: np.ndarray  # [B, H, T + steps, D], by position
+    value: np.ndarray
+    query: np.ndarray  # [steps, B, H, G, D]
+    record: Record
+    spec: AttentionSpec
+
+
+def sequence(lengths=(150, 97), bucket=192, steps=140, H=2, G=3, D=32, seed=0, spec=None) -> Sequence:
+    rng = np.random.default_rng(seed)
+    B, lengths = len(lengths), np.array(lengths, np.int32)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    key, value = normal(B, H, bucket + steps, D), normal(B, H, bucket + steps, D)
+    pos = np.where(np.arange(bucket) < lengths[:, None], np.arange(bucket), EMPTY)
+    poison = lambda x: jnp.asarray(np.where(pos[:, None, :, None] < 0, 1e4, x[:, :, :bucket]).astype(np.float32))
+    record = Record(poison(key), poison(value), jnp.asarray(pos))
+    return Sequence(lengths, steps, key, value, normal(steps, B, H, G, D), record, spec or AttentionSpec(D**-0.5))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def decode(policy, cache, key, value, query, start, spec):
+    """Appends and attends step by step: outputs, positions, reads, and the last cache."""
+
+    def step(cache, x):
+        k, v, q, i = x
+        done = policy.attend(policy.append(cache, k, v, start + i), q, start + i, spec)
+        seen = {"out": done.out_BHQD, "lse": done.lse_BHQ, "pos": done.cache.pos, "entropy": done.info.entropy_BHQ}
+        seen |= {"reads": done.info.reads_BH, "open": done.cache.open, "offset": done.cache.offset}
+        return done.cache, seen
+
+    return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query))))
+
+
+@jax.jit
+def append(policy, cache, key, value, pos, live=None):
+    """Appends tokens `[steps, B, H, D]` at positions `[steps, B]` without attending."""
+
+    def step(cache, x):
+        return policy.append(cache, *x, live), None
+
+    return jax.lax.scan(step, cache, (key, value, pos))[0]
+
+
+def appended(s: Sequence):
+    """Keys and values in the order in which rows append them, `[steps, B, H, D]`."""
+    at = s.lengths[:, None] + np.arange(s.steps)
+    pick = lambda x: np.stack([x[b][:, at[b]] for b in range(len(x))])  # [B, H, steps, D]
+    return tuple(jnp.asarray(np.moveaxis(pick(x), 2, 0)) for x in (s.key, s.value))
+
+
+def run(policy: Policy, s: Sequence, budget: int | None = None):
+    total = int(s.lengths.max()) + s.steps
+    cache = policy.fill(s.record, budget or policy.budget(int(s.lengths.max()), total))
+    key, value = appended(s)
+    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec)
+    return cache, last, {k: np.asarray(v) for k, v in seen.items()}
+
+
+def through(codec, rows):
+    """Rows `[n, D]` of one page (n ≤ 64, the rest zero) after a codec."""
+    page = np.zeros((1, 1, 1, PAGE, rows.shape[-1]), np.float32)
+    page[0, 0, 0, : len(rows)] = rows
+    return np.asarray(codec.decode(codec.encode(jnp.asarray(page))))[0, 0, 0, : len(rows)]
+
+
+def oracle(policy: Policy, s: Sequence, seen, step: int):
+    """Dense attention in numpy over what the slots say they hold: codes of full pages, the open page exact."""
+    rule, spec = policy.retention.visibility(), s.spec
+    out = np.zeros(seen["out"].shape[1:])
+    for b, h in np.ndindex(out.shape[:2]):
+        pos, now = seen["pos"][step, b, h], s.lengths[b] + step
+        keys, values, ok = [], [], []
+        for n, page in enumerate(pos):
+            rows = [np.where((page >= 0)[:, None], x[b, h, np.maximum(page, 0)], 0).astype(np.float32) for x in (s.key, s.value)]
+            raw = policy.tailed and n == seen["open"][step, b, h] and seen["offset"][step, b, h] < PAGE
+            if not raw:
+                rows = [through(c, x) for c, x in zip((policy.codec.keys, policy.codec.values), rows)]
+            sees = np.asarray(spec.sees(page, now) & np.asarray(rule.mask(page, now)))
+            keys, values, ok = [*keys, rows[0]], [*values, rows[1]], [*ok, sees]
+        key, value, ok = np.concatenate(keys), np.concatenate(values), np.concatenate(ok)
+        ok &= _selected(policy.selection, pos, ok)
+        logits = np.asarray(spec.cap(jnp.asarray(s.query[step, b, h] @ key.T * spec.scale)))
+        weight = np.where(ok, np.exp(logits - logits[:, ok].max(-1, keepdims=True)), 0) if ok.any() else np.zeros_like(logits)
+        out[b, h] = weight @ value / max(weight.sum(-1).min(), 1e-30) if not ok.any() else (weight / weight.sum(-1, keepdims=True)) @ value
+    return out
+
+
+def _selected(selection, pos, ok):
+    if isinstance(selection, LatePages):
+        newest = np.where(ok.reshape(pos.shape), pos, EMPTY).max(-1)
+        pages = [n for n in np.argsort(-newest, kind="stable")[: selection.count] if newest[n] >= 0]
+        return np.isin(np.repeat(np.arange(len(pos)), PAGE), pages)
+    if isinstance(selection, OddTokens):
+        return pos.reshape(-1) % 2 == 1
+    return np.ones(pos.size, bool)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(int(i) % 256 for i in ids).decode(errors="replace")
+
+    def strings(self, ids):
+        return [self.decode([i]) for i in ids]
+
+
+def tiny_model(**changes) -> Model:
+    shape = {"layers": 2, "hidden": 48, "ffn": 96, "heads": 6, "kv_heads": 2, "head_dim": 16, "vocab": 256, "context": 1024}
+    config = ModelConfig(**{**shape, **changes})
+    return Model("tiny", config, transformer.init(config, 0), Bytes(), "0" * 64, ())
+
+
+def engine_stub(config):
+    return SimpleNamespace(config=config)

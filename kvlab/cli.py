@@ -94,7 +94,9 @@ def flat(json_: Json = None) -> None:
 
 @bench.command()
 def agree(
-    file: Annotated[Path, typer.Option(help="The experiment whose needle prompts are used.")] = Path("experiments/quickstart.toml"),
+    file: Annotated[Path, typer.Option(help="The experiment whose needle prompts are used.")] = Path(
+        "experiments/quickstart.toml"
+    ),
     peers: Peers = True,
     json_: Json = None,
 ) -> None:

@@ -435,9 +435,7 @@ class Policy:
         at = jnp.where(page < N, offset, PAGE)
         tail = tuple(x.at[row, head, at].set(y, mode="drop") for x, y in zip(cache.tail, (key_BHD, value_BHD)))
         full = (page < N) & (offset == PAGE - 1)
-        commit = lambda m: self.layout.write(
-            m, jnp.where(full, page, N), None, encode(tail[0][:, :, None], tail[1][:, :, None])
-        )
+        commit = lambda m: self.layout.write(m, jnp.where(full, page, N), None, encode(tail[0][:, :, None], tail[1][:, :, None]))
         return tail, lax.cond(full.any(), commit, lambda m: m, cache.memory)
 
     # ----------------------------------------------------------------------------------------------------- attending

@@ -40,7 +40,9 @@ def build(table: Any, registry: dict[str, type], where: str) -> Any:
         if key == "name":
             continue
         if key not in fields:
-            raise ConfigError(f"{where}: {table['name']} has no option {key!r}; {nearest(key, fields) if fields else 'it has none'}")
+            raise ConfigError(
+                f"{where}: {table['name']} has no option {key!r}; {nearest(key, fields) if fields else 'it has none'}"
+            )
         values[key] = _value(value, fields[key].type, registry, f"{where}.{key}")
     try:
         return cls(**values)
@@ -99,4 +101,6 @@ def _words(part: Any) -> str:
         return part
     if "name" not in part:
         return " / ".join(f"{side.upper()} {_words(part[side])}" for side in ("k", "v") if side in part)
-    return " ".join([part["name"].rpartition(":")[2], *(f"{v}" if isinstance(v, str) else f"{k} {v}" for k, v in part.items() if k != "name")])
+    return " ".join(
+        [part["name"].rpartition(":")[2], *(f"{v}" if isinstance(v, str) else f"{k} {v}" for k, v in part.items() if k != "name")]
+    )

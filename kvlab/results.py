@@ -1,9 +1,9 @@
 """Results as pandas frames.
 
-    kvlab.results.load("results/quickstart")                  a row per sample
-    kvlab.results.load("results/quickstart", "kept")          a row per (prompt, layer, KV head)
-    kvlab.results.load("results/quickstart", "entropy")       a row per (sample, step, layer, query head)
-    kvlab.results.load("results/quickstart", "cells")         a row per cell
+kvlab.results.load("results/quickstart")                  a row per sample
+kvlab.results.load("results/quickstart", "kept")          a row per (prompt, layer, KV head)
+kvlab.results.load("results/quickstart", "entropy")       a row per (sample, step, layer, query head)
+kvlab.results.load("results/quickstart", "cells")         a row per cell
 """
 
 from pathlib import Path

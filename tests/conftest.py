@@ -16,27 +16,23 @@ jax.config.update("jax_numpy_rank_promotion", "allow")
 EXPECTED_SKIPS = ("refused:",)
 
 
-def pytest_configure(config):
-    config.unexpected_skips = []
+unexpected_skips = []
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    outcome = yield
-    report = outcome.get_result()
+def pytest_runtest_logreport(report):
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if not reason.startswith(EXPECTED_SKIPS):
-            item.config.unexpected_skips.append(f"{item.nodeid}: {reason}")
+            unexpected_skips.append(f"{report.nodeid}: {reason}")
 
 
 def pytest_sessionfinish(session, exitstatus):
-    if session.config.unexpected_skips and exitstatus == 0:
+    if unexpected_skips and exitstatus == 0:
         session.exitstatus = 1
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    for line in config.unexpected_skips:
+def pytest_terminal_summary(terminalreporter):
+    for line in unexpected_skips:
         terminalreporter.write_line(f"UNEXPECTED SKIP {line}", red=True)
 
 

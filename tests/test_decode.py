@@ -15,7 +15,11 @@ from kvlab.selection import ReadAll
 from tests import tools
 
 FULL = Policy(KeepAll(), Raw(), Contiguous(), ReadAll())
-POLICIES = [FULL, Policy(Window(60, 4), Int8("channel"), Contiguous(), ReadAll()), Policy(Window(60, 4), Int8(), Contiguous(), ReadAll())]
+POLICIES = [
+    FULL,
+    Policy(Window(60, 4), Int8("channel"), Contiguous(), ReadAll()),
+    Policy(Window(60, 4), Int8(), Contiguous(), ReadAll()),
+]
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,12 @@ def command(*args, cwd, **env):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", starter, *map(str, args)], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", starter, *map(str, args)],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

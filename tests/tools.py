@@ -181,7 +181,11 @@ def oracle(policy: Policy, s: Sequence, seen, step: int):
         ok &= _selected(policy.selection, pos, ok)
         logits = np.asarray(spec.cap(jnp.asarray(s.query[step, b, h] @ key.T * spec.scale)))
         weight = np.where(ok, np.exp(logits - logits[:, ok].max(-1, keepdims=True)), 0) if ok.any() else np.zeros_like(logits)
-        out[b, h] = weight @ value / max(weight.sum(-1).min(), 1e-30) if not ok.any() else (weight / weight.sum(-1, keepdims=True)) @ value
+        out[b, h] = (
+            weight @ value / max(weight.sum(-1).min(), 1e-30)
+            if not ok.any()
+            else (weight / weight.sum(-1, keepdims=True)) @ value
+        )
     return out
 
 

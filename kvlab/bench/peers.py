@@ -14,8 +14,10 @@ def load(name: str):
     try:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise KvlabError(f"{error}; install the peers: pip install -c constraints.txt -e '.[peers]'") from error
+    logging.disable_progress_bar()
     torch.set_grad_enabled(False)
     return AutoModelForCausalLM.from_pretrained(fetch.find(name), dtype=torch.float32).eval()
 

@@ -1,11 +1,11 @@
 """Experiment files: strict TOML, expanded into cells.
 
-    question = "..."            what the experiment asks (required)
-    expect   = "..."            what is expected, and how long it takes
-    [base]                      model, task, policy, seed, layers
-    [grid]                      "dotted.path" = [values]: every combination
-    [zip]                       "dotted.path" = [values]: lists walked together
-    [smoke]                     "dotted.path" = value: makes it small
+question = "..."            what the experiment asks (required)
+expect   = "..."            what is expected, and how long it takes
+[base]                      model, task, policy, seed, layers
+[grid]                      "dotted.path" = [values]: every combination
+[zip]                       "dotted.path" = [values]: lists walked together
+[smoke]                     "dotted.path" = value: makes it small
 """
 
 import copy

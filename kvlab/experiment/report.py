@@ -1,6 +1,5 @@
 """What a run shows when it is done: a table, a picture, and the frame behind them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +112,7 @@ def draw(frame, path: Path) -> Path | None:
 
 
 def as_json(frame) -> dict[str, Any]:
-    """The frame as one object, policies by label, under the frame's own column names."""
-    rows = json.loads(frame.set_index("policy").to_json(orient="index"))
-    return {"policies": rows}
+    """The frame as one object, policies by label, under the frame's own column names; what was not measured is null."""
+    plain = lambda v: None if v != v else v.item() if hasattr(v, "item") else v
+    rows = frame.to_dict(orient="records")
+    return {"policies": {row.pop("policy"): {k: plain(v) for k, v in row.items()} for row in rows}}

@@ -100,7 +100,12 @@ class Group:
             made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
             scores = self.task.score(batch, made.answers, made.logits, reference)
             rows = [{**fact, **score, **made.row} for fact, score in zip(batch.facts, scores)]
-            arrays = {"kept": made.kept, "entropy": made.entropy, "entropy_steps": made.entropy_steps, "rows": np.array(batch.rows)}
+            arrays = {
+                "kept": made.kept,
+                "entropy": made.entropy,
+                "entropy_steps": made.entropy_steps,
+                "rows": np.array(batch.rows),
+            }
             arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
             each.write(index, rows, arrays, made.timing)
             self.done(each.cell.label)

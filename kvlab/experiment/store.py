@@ -1,12 +1,12 @@
 """Results on disk. Everything is written beside its place and renamed, so a file that exists is whole.
 
-    results/<experiment>/<run_id>/config.toml         written first
-                                  env.json            digests of code, weights and text; versions
-                                  metrics.jsonl       a line per finished batch
-                                  samples/00000.json  rows of one batch (its presence means: finished)
-                                  samples/00000.npz   kept positions, prompt tokens, entropy
-                                  summary.json        written last (its presence means: done)
-    results/<experiment>/table.parquet                a row per cell
+results/<experiment>/<run_id>/config.toml         written first
+                              env.json            digests of code, weights and text; versions
+                              metrics.jsonl       a line per finished batch
+                              samples/00000.json  rows of one batch (its presence means: finished)
+                              samples/00000.npz   kept positions, prompt tokens, entropy
+                              summary.json        written last (its presence means: done)
+results/<experiment>/table.parquet                a row per cell
 """
 
 import json
@@ -32,7 +32,9 @@ def writing(path: Path):
         yield part
         os.replace(part, path)
     except OSError as error:
-        raise ResultsError(f"cannot write {path}: {error.strerror or error}; finished batches are kept, so free space or choose --out and run again") from error
+        raise ResultsError(
+            f"cannot write {path}: {error.strerror or error}; finished batches are kept, so free space or choose --out and run again"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -43,7 +43,9 @@ class Needle(Task):
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ConfigError(f"needle: depth={self.depth}; allowed: 0 … 1, or leave it out to spread them")
         if self.length < 40 * (self.needles + 1):
-            raise ConfigError(f"needle: length={self.length} cannot hold {self.needles} needles; give at least {40 * (self.needles + 1)}")
+            raise ConfigError(
+                f"needle: length={self.length} cannot hold {self.needles} needles; give at least {40 * (self.needles + 1)}"
+            )
 
     def count(self) -> int:
         return self.contexts

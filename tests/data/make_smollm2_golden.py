@@ -1,6 +1,6 @@
 """Remakes smollm2_golden.npz with transformers on the dequantised weights (needs the extra "peers").
 
-    python -m tests.data.make_smollm2_golden
+python -m tests.data.make_smollm2_golden
 """
 
 import sysconfig
@@ -19,7 +19,7 @@ def prompts(tokenizer) -> list[list[int]]:
     """Six tokens, a chat turn, and 1,100 tokens of Python."""
     code = Path(sysconfig.get_paths()["stdlib"], "this.py").read_text()
     long = tokenizer.encode(code * 4)[:1100]
-    texts = ["The capital of France is", "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n"]
+    texts = ["The capital city of France is", "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n"]
     return [*(tokenizer.encode(t) for t in texts), long]
 
 

@@ -8,7 +8,8 @@ Milakov & Gimelshein (https://arxiv.org/abs/1805.02867), used over blocks as in 
 
 import dataclasses
 import functools
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -13,6 +13,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests on.")
 app.add_typer(bench, name="bench")
 
+QUICKSTART = Path("experiments/quickstart.toml")
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 

@@ -13,7 +13,7 @@ def use_private_cache() -> None:
     """
     from kvlab.models.fetch import cache_folder
 
-    if jax.config.jax_compilation_cache_dir or os.environ.get("KVLAB_NO_COMPILATION_CACHE"):
+    if jax.config.values["jax_compilation_cache_dir"] or os.environ.get("KVLAB_NO_COMPILATION_CACHE"):
         return
     folder = cache_folder() / "xla"
     try:

@@ -22,7 +22,7 @@ be computed over the whole page.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ BLOCK = 8  # pages of codes turned into numbers at a time
 static = functools.partial(dataclasses.field, metadata={"static": True})
 
 
+@dataclass_transform(frozen_default=True)
 def part(cls):
     """Class decorator: a frozen dataclass that is a pytree; fields made with `static()` are not leaves."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -67,10 +68,10 @@ class Retention:
       pool: "max" or "mean": how the priorities of a page's tokens make the page's.
     """
 
-    unit: int | None = None
-    evicts: bool = True
-    aligned: bool = False
-    pool: str = "max"
+    unit: Any = None
+    evicts = True
+    aligned = False
+    pool = "max"
 
     def budget(self, prompt: int, total: int, unit: int) -> int:
         """Tokens to keep for a prompt of `prompt` tokens in a sequence that may grow to `total`. Static."""
@@ -103,8 +104,8 @@ class Codec:
       in_place: codes are fp32 numbers that products read where they lie; otherwise at most BLOCK pages are unpacked.
     """
 
-    group: int = 1
-    in_place: bool = False
+    group: Any = 1
+    in_place: Any = False
 
     @property
     def keys(self) -> "Codec":
@@ -141,7 +142,7 @@ class Layout:
       whole_pages: pages are immutable once written, so tokens cannot be replaced one by one.
     """
 
-    whole_pages: bool = False
+    whole_pages = False
 
     def pack(self, code):
         """Memory that holds canonical codes `[B, H, N, p, C]`."""
@@ -183,7 +184,7 @@ class Selection:
       reads_all: nothing is left out, so attention is over every visible token.
     """
 
-    reads_all: bool = False
+    reads_all = False
 
     def start(self, key_BHNPD, pos_BHNP):
         """State for a filled cache."""
@@ -462,6 +463,11 @@ class Policy:
         out, lse, entropy = attention.finish(done)
         return Attended(out, lse, Info(entropy, reads), cache)
 
+    @staticmethod
+    def _nothing(query) -> Partial:
+        B, H, Q, D = query.shape
+        return attention.nothing(B, H, Q, D)
+
     def _in_tail(self, cache: Cache):
         """Rows and heads whose open page lies in the tail, `[B, H]`."""
         return cache.offset < PAGE
@@ -473,7 +479,7 @@ class Policy:
     def _read_all(self, cache: Cache, query, sees, spec):
         """Every visible token: in one pass where codes are read in place and most are live, else block by block."""
         B, H, N, _ = cache.pos.shape
-        empty = attention.nothing(*query.shape[:3], query.shape[3]), jnp.zeros((B, H), jnp.int32)
+        empty = self._nothing(query), jnp.zeros((B, H), jnp.int32)
 
         def read(start, pages, floor):
             number = start + jnp.arange(pages)
@@ -526,7 +532,7 @@ class Policy:
             return attention.merge(done, self._partial(query, fetch(cache.memory, safe), ok, spec))
 
         most = (index >= 0).sum(-1).max()  # ids come first, so only the densest row's blocks are walked
-        done = lax.fori_loop(0, -(-most // block), step, attention.nothing(*query.shape))
+        done = lax.fori_loop(0, -(-most // block), step, self._nothing(query))
         got = jnp.take_along_axis(view, jnp.maximum(index, 0)[..., None], 2) & (index >= 0)[..., None]
         return done, got.sum((-1, -2), dtype=jnp.int32), tail_ok
 

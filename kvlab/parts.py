@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvlab.layout import LAYOUTS
 from kvlab.retention import RETENTIONS
 from kvlab.selection import SELECTIONS
 
-KINDS: dict[str, tuple[dict[str, type], str]] = {
+KINDS: dict[str, tuple[Mapping[str, type], str]] = {
     "retention": (RETENTIONS, "keep_all"),
     "codec": (CODECS, "raw"),
     "layout": (LAYOUTS, "contiguous"),
@@ -23,7 +24,7 @@ KINDS: dict[str, tuple[dict[str, type], str]] = {
 }
 
 
-def build(table: Any, registry: dict[str, type], where: str) -> Any:
+def build(table: Any, registry: Mapping[str, type], where: str) -> Any:
     """The object that `{name = "...", option = ...}` describes; `name` may be an import path "pkg.module:Class"."""
     if isinstance(table, str):
         table = {"name": table}
@@ -40,9 +41,8 @@ def build(table: Any, registry: dict[str, type], where: str) -> Any:
         if key == "name":
             continue
         if key not in fields:
-            raise ConfigError(
-                f"{where}: {table['name']} has no option {key!r}; {nearest(key, fields) if fields else 'it has none'}"
-            )
+            known = nearest(key, fields) if fields else "it has none"
+            raise ConfigError(f"{where}: {table['name']} has no option {key!r}; {known}")
         values[key] = _value(value, fields[key].type, registry, f"{where}.{key}")
     try:
         return cls(**values)
@@ -59,7 +59,7 @@ def _value(value, kind, registry, where: str):
         raise ConfigError(f"{where} = {value!r}: {error}") from error
 
 
-def find(name: Any, registry: dict[str, type], where: str) -> type:
+def find(name: Any, registry: Mapping[str, type], where: str) -> type:
     """A class by its registered name or by import path; a config's own folder and the working directory are searched."""
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name = {name!r} is no text")
@@ -74,7 +74,7 @@ def find(name: Any, registry: dict[str, type], where: str) -> type:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{where}: {name!r} cannot be imported ({error}); allowed: package.module:Class") from error
-    if not dataclasses.is_dataclass(cls):
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{where}: {name!r} is no dataclass; decorate it with kvlab.core.part")
     return cls
 
@@ -101,6 +101,5 @@ def _words(part: Any) -> str:
         return part
     if "name" not in part:
         return " / ".join(f"{side.upper()} {_words(part[side])}" for side in ("k", "v") if side in part)
-    return " ".join(
-        [part["name"].rpartition(":")[2], *(f"{v}" if isinstance(v, str) else f"{k} {v}" for k, v in part.items() if k != "name")]
-    )
+    options = (value if isinstance(value, str) else f"{key} {value}" for key, value in part.items() if key != "name")
+    return " ".join([part["name"].rpartition(":")[2], *options])

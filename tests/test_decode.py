@@ -15,11 +15,8 @@ from kvlab.selection import ReadAll
 from tests import tools
 
 FULL = Policy(KeepAll(), Raw(), Contiguous(), ReadAll())
-POLICIES = [
-    FULL,
-    Policy(Window(60, 4), Int8("channel"), Contiguous(), ReadAll()),
-    Policy(Window(60, 4), Int8(), Contiguous(), ReadAll()),
-]
+window = lambda codec: Policy(Window(60, 4), codec, Contiguous(), ReadAll())
+POLICIES = [FULL, window(Int8("channel")), window(Int8())]
 
 
 @pytest.fixture(scope="module")

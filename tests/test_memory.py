@@ -83,7 +83,7 @@ def test_three_figures():
 
 def compiled_step(policy, batch, length):
     """A decode loop of two layers with donated caches at this capacity, compiled but not run."""
-    spec, (budget, cache) = AttentionSpec(0.125), filled(policy, batch, length - 64, 64)
+    spec, cache = AttentionSpec(0.125), filled(policy, batch, length - 64, 64)[1]
     f = jax.ShapeDtypeStruct
 
     def loop(policy, caches, x, pos):

@@ -7,8 +7,8 @@ import pytest
 
 from kvlab import attention
 from kvlab.attention import AttentionSpec
-from kvlab.core import Policy, Record
 from kvlab.codec import Raw
+from kvlab.core import Policy, Record
 from kvlab.decode import Engine
 from kvlab.layout import Contiguous
 from kvlab.retention import KeepAll

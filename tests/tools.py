@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -180,12 +179,9 @@ def oracle(policy: Policy, s: Sequence, seen, step: int):
         key, value, ok = np.concatenate(keys), np.concatenate(values), np.concatenate(ok)
         ok &= _selected(policy.selection, pos, ok)
         logits = np.asarray(spec.cap(jnp.asarray(s.query[step, b, h] @ key.T * spec.scale)))
-        weight = np.where(ok, np.exp(logits - logits[:, ok].max(-1, keepdims=True)), 0) if ok.any() else np.zeros_like(logits)
-        out[b, h] = (
-            weight @ value / max(weight.sum(-1).min(), 1e-30)
-            if not ok.any()
-            else (weight / weight.sum(-1, keepdims=True)) @ value
-        )
+        if ok.any():
+            weight = np.where(ok, np.exp(logits - logits[:, ok].max(-1, keepdims=True)), 0)
+            out[b, h] = (weight / weight.sum(-1, keepdims=True)) @ value
     return out
 
 
@@ -216,7 +212,3 @@ def tiny_model(**changes) -> Model:
     shape = {"layers": 2, "hidden": 48, "ffn": 96, "heads": 6, "kv_heads": 2, "head_dim": 16, "vocab": 256, "context": 1024}
     config = ModelConfig(**{**shape, **changes})
     return Model("tiny", config, transformer.init(config, 0), Bytes(), "0" * 64, ())
-
-
-def engine_stub(config):
-    return SimpleNamespace(config=config)

@@ -19,6 +19,7 @@ def main(file: Path, peers: bool) -> dict:
     if not found:
         raise ConfigError(f"{file} has no needle task; name an experiment that has one")
     task, seed, name = found[0].make_task(), found[0].seed, model_name(found[0].model)
+    assert isinstance(task, Needle)
     engine = Engine(load(name))
     peer = Peer(name) if peers else None
     tokenizer, totals = engine.model.tokenizer, {"same_answers": 0, "kvlab_correct": 0, "transformers_correct": 0, "questions": 0}

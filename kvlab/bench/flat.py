@@ -1,6 +1,7 @@
 """Does a decode step cost what is live, or what there is room for? 128 live tokens at capacities of 1k and 32k."""
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from kvlab import parts
 from kvlab.attention import AttentionSpec
 from kvlab.core import EMPTY, Record
 
-POLICIES = {
+POLICIES: dict[str, dict[str, Any]] = {
     "full": {},
     "INT8 per token": {"codec": "int8"},
     "INT8 per channel": {"codec": {"name": "int8", "scale": "channel"}},
@@ -22,10 +23,10 @@ SHORT, LONG = 1024, 32_768
 
 def main() -> dict:
     """Microseconds per layer and step at both capacities, and the median ratio of pairs, for each policy."""
-    figures = {}
+    figures: dict[str, Any] = {}
     for name, table in POLICIES.items():
         runs = {capacity: _prepare(parts.policy(table), capacity) for capacity in (SHORT, LONG)}
-        times = {capacity: [] for capacity in runs}
+        times: dict[int, list[float]] = {capacity: [] for capacity in runs}
         for _ in range(PAIRS):
             for capacity, run in runs.items():
                 times[capacity].append(run() / STEPS / LAYERS * 1e6)

@@ -9,13 +9,14 @@ expect   = "..."            what is expected, and how long it takes
 """
 
 import copy
+import dataclasses
 import hashlib
 import itertools
 import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from kvlab import parts
 from kvlab.core import Policy
 from kvlab.errors import ConfigError, nearest
 from kvlab.tasks import TASKS, Task
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class LayerOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,12 +157,10 @@ def _override(tables: list[dict], path: str, value: Any) -> None:
 
 
 def _options(task: Any) -> set[str]:
-    import dataclasses
-
     return {f.name for f in dataclasses.fields(parts.find(task.get("name"), TASKS, "task"))}
 
 
-def _convert(raw: dict, kind: type, where: str):
+def _convert(raw: dict, kind: type[S], where: str) -> S:
     """msgspec's strict conversion, with unknown keys named beside their nearest neighbour."""
     if unknown := set(raw) - set(kind.__struct_fields__):
         key = sorted(unknown)[0]

@@ -72,9 +72,9 @@ def show(experiment: config.Experiment, frame, files: list[Path]) -> None:
     table.add_column("policy", min_width=16)
     for column in columns:
         table.add_column(SHOWN[column][0], justify="right")
-    for _, row in frame.iterrows():
-        scale = lambda c: row[c] / 1e6 if c == "resident_bytes" else row[c]
-        table.add_row(row["policy"], *(SHOWN[c][1].format(scale(c)) for c in columns))
+    scaled = frame.assign(resident_bytes=frame["resident_bytes"] / 1e6)
+    for _, row in scaled.iterrows():
+        table.add_row(row["policy"], *(SHOWN[c][1].format(row[c]) for c in columns))
     console = Console(width=None if Console().is_terminal else 180)
     console.print(table)
     for file in files:

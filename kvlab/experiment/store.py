@@ -32,9 +32,8 @@ def writing(path: Path):
         yield part
         os.replace(part, path)
     except OSError as error:
-        raise ResultsError(
-            f"cannot write {path}: {error.strerror or error}; finished batches are kept, so free space or choose --out and run again"
-        ) from error
+        why = f"cannot write {path}: {error.strerror or error}"
+        raise ResultsError(f"{why}; finished batches are kept, so free space or choose --out and run again") from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -78,7 +77,7 @@ class Run:
 
     def write(self, index: int, rows: list[dict], arrays: dict[str, np.ndarray], timing: dict) -> None:
         with writing(self._batch(index).with_suffix(".npz")) as part, open(part, "wb") as file:
-            np.savez_compressed(file, **arrays)
+            np.savez_compressed(file, allow_pickle=False, **arrays)
         write_text(self._batch(index), json.dumps({"rows": rows, "timing": timing}))
         try:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as log:

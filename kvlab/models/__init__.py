@@ -40,9 +40,7 @@ def load(name: str) -> Model:
         raise ModelError(f"{folder} has no model.safetensors; run: kvlab fetch {name} --again")
     digest, known = sha256(weights), _json(folder / "source.json").get("model.safetensors")
     if digest != known:
-        raise ModelError(
-            f"{weights} is truncated or corrupt (its digest is not the recorded one); run: kvlab fetch {name} --again"
-        )
+        raise ModelError(f"{weights} is truncated or corrupt (its digest is another); run: kvlab fetch {name} --again")
     config = _config(raw)
     stops = tuple(dict.fromkeys(i for i in (raw.get("eos_token_id"),) if i is not None))
     return Model(name, config, _params(weights, config), Tokenizer(folder / "tokenizer.json"), digest, stops)

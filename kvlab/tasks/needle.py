@@ -43,9 +43,8 @@ class Needle(Task):
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ConfigError(f"needle: depth={self.depth}; allowed: 0 … 1, or leave it out to spread them")
         if self.length < 40 * (self.needles + 1):
-            raise ConfigError(
-                f"needle: length={self.length} cannot hold {self.needles} needles; give at least {40 * (self.needles + 1)}"
-            )
+            least = 40 * (self.needles + 1)
+            raise ConfigError(f"needle: length={self.length} cannot hold {self.needles} needles; give at least {least}")
 
     def count(self) -> int:
         return self.contexts
@@ -61,11 +60,12 @@ class Needle(Task):
         context, depths = self._insert(hay, needles)
         facts = [{"context": index, "needle": c, "depth": round(d, 4)} for c, d in zip(cities, depths)]
         if self.known:
-            prompts, rows, forced = [context + q for q in questions], range(self.needles), [[]] * self.needles
+            prompts, rows = [context + q for q in questions], list(range(self.needles))
+            forced: list[list[int]] = [[] for _ in questions]
         else:
             prompts, rows, forced = [context], [0] * self.needles, questions
         steps = max(map(len, forced)) + self.new_tokens
-        return Batch(prompts, list(rows), forced, steps, facts, numbers)
+        return Batch(prompts, rows, forced, steps, facts, numbers)
 
     def _insert(self, hay: list[int], needles: list[list[int]]):
         """The text with the needles in it, and the depth at which each begins."""

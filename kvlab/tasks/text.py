@@ -74,7 +74,7 @@ def _licences():
         for file in sorted(files(package) or (), key=str):
             if "licen" not in file.name.lower() and "notice" not in file.name.lower() and "licenses" not in file.parts:
                 continue
-            paragraphs = file.locate().read_text(encoding="utf-8", errors="replace").split("\n\n")
+            paragraphs = Path(str(file.locate())).read_text(encoding="utf-8", errors="replace").split("\n\n")
             new = [p for p in dict.fromkeys(paragraphs) if p not in seen]
             seen.update(new)
             if sum(map(len, new)) > 2000:

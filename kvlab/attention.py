@@ -107,10 +107,10 @@ def prefill(
     key_BHTD: Float[Array, "B H T D"],
     value_BHTD: Float[Array, "B H T D"],
     spec: AttentionSpec,
-    query_block: int = 512,
+    query_block: int = 256,
     key_block: int = 512,
 ) -> Float[Array, "B H G T D"]:
-    """Causal attention of a prompt over itself, exact, never holding more than one block of logits.
+    """Causal attention of a prompt over itself, exact, holding one block of one KV head's logits at a time.
 
     Blocks above the diagonal, or wholly before a local window, are not visited. Position is the index along T, so
     right-padded rows are right: a real token never sees a pad.
@@ -119,33 +119,40 @@ def prefill(
     qb, kb = min(query_block, T), min(key_block, T)
     if T % qb or T % kb:
         raise ValueError(f"prompt bucket {T} is no multiple of the blocks {qb} and {kb}; use a power of two")
+    by_head = lambda x: x.reshape(B * H, *x.shape[2:])
+    one = functools.partial(_prefill_head, spec=spec, qb=qb, kb=kb)
+    out = lax.map(lambda x: one(*x), (by_head(query_BHGTD), by_head(key_BHTD), by_head(value_BHTD)))
+    return out.reshape(query_BHGTD.shape)
+
+
+def _prefill_head(query_GTD, key_TD, value_TD, spec: AttentionSpec, qb: int, kb: int):
+    """One KV head of `prefill`: rows of blocks, each an online softmax over the key blocks that it sees."""
+    G, T, D = query_GTD.shape
 
     def rows(i):
-        query = lax.dynamic_slice_in_dim(query_BHGTD, i * qb, qb, 3) * spec.scale
-        query = query.reshape(B, H, G * qb, D)
+        query = lax.dynamic_slice_in_dim(query_GTD, i * qb, qb, 1).reshape(G * qb, D) * spec.scale
         now = jnp.tile(i * qb + jnp.arange(qb), G)[:, None]
 
         def block(j, done, masked: bool):
             out, top, mass = done
-            key = lax.dynamic_slice_in_dim(key_BHTD, j * kb, kb, 2)
-            value = lax.dynamic_slice_in_dim(value_BHTD, j * kb, kb, 2)
-            logits = spec.cap(jnp.einsum("bhqd,bhsd->bhqs", query, key))
+            key, value = (lax.dynamic_slice_in_dim(x, j * kb, kb) for x in (key_TD, value_TD))
+            logits = spec.cap(query @ key.T)
             if masked:
                 logits = jnp.where(spec.sees(j * kb + jnp.arange(kb), now), logits, MASKED)
             new_top = jnp.maximum(top, logits.max(-1))
-            weights, shrink = jnp.exp(logits - new_top[..., None]), jnp.exp(top - new_top)
-            out = out * shrink[..., None] + jnp.einsum("bhqs,bhsd->bhqd", weights, value)
-            return out, new_top, mass * shrink + weights.sum(-1)
+            weights, shrink = jnp.exp(logits - new_top[:, None]), jnp.exp(top - new_top)
+            return out * shrink[:, None] + weights @ value, new_top, mass * shrink + weights.sum(-1)
 
         first = 0 if spec.window is None else jnp.maximum(i * qb - spec.window + 1, 0) // kb
         diagonal = i * qb // kb if spec.window is None else first  # blocks before it need no mask
-        done = nothing(B, H, G * qb, D)[:3]
+        flat = jnp.zeros(G * qb)
+        done = jnp.zeros((G * qb, D)), flat + MASKED / 2, flat
         done = lax.fori_loop(first, diagonal, functools.partial(block, masked=False), done)
-        done = lax.fori_loop(diagonal, ((i + 1) * qb - 1) // kb + 1, functools.partial(block, masked=True), done)
-        return (done[0] / done[2][..., None]).reshape(B, H, G, qb, D)
+        out, _, mass = lax.fori_loop(diagonal, ((i + 1) * qb - 1) // kb + 1, functools.partial(block, masked=True), done)
+        return (out / mass[:, None]).reshape(G, qb, D)
 
-    out = lax.map(rows, jnp.arange(T // qb))  # [T/qb, B, H, G, qb, D]
-    return jnp.moveaxis(out, 0, 3).reshape(B, H, G, T, D)
+    out = lax.map(rows, jnp.arange(T // qb))  # [T/qb, G, qb, D]
+    return jnp.moveaxis(out, 0, 1).reshape(G, T, D)
 
 
 def rotary(pos: Int[Array, "..."], dim: int, base: float) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:

@@ -105,4 +105,23 @@ def test_rows_that_are_not_live_stay_as_they_were():
     for a, b in zip(second(cache), second(after)):
         np.testing.assert_array_equal(a, b)
     assert kept(np.asarray(after.pos[0, 0])) >= set(range(151, 220))
-    assert PAGE == 64
+
+
+@pytest.mark.parametrize("scale", ["token", "channel"])
+def test_a_rotating_window_of_eight_holds_the_codes_of_the_last_eight(scale):
+    """CASES 16: 20 tokens through a window of 8 read as INT8 of the last 8 (of their aligned page), across the wrap."""
+    s = tools.sequence(lengths=(1, 1), bucket=64, steps=160)
+    policy = Policy(Window(8, 0), Int8(scale), Contiguous(), ReadAll())
+    _, _, seen = tools.run(policy, s)
+    for step in (19, 70, 159):
+        now, rows = 1 + step, np.arange(1 + step - 7, 2 + step)
+        for b, h in np.ndindex(2, 2):
+            held = []
+            for x in (s.key[b, h], s.value[b, h]):
+                coded = np.concatenate([tools.through(policy.codec, x[n : n + PAGE]) for n in range(0, now + 1, PAGE)])
+                open_page = policy.tailed and (now + 1) % PAGE
+                exact = rows >= (now // PAGE * PAGE if open_page else now + 1)
+                held.append(np.where(exact[:, None], x[rows], coded[rows]))
+            logits = s.query[step, b, h] @ held[0].T * s.spec.scale
+            weight = np.exp(logits - logits.max(-1, keepdims=True))
+            np.testing.assert_allclose(seen["out"][step, b, h], weight / weight.sum(-1, keepdims=True) @ held[1], atol=1e-5)

@@ -20,11 +20,12 @@ import numpy as np
 from jax import lax
 
 from kvlab import attention, compilation
-from kvlab.core import EMPTY, PAGE, Cache, Policy, Record, part
+from kvlab.core import EMPTY, PAGE, Cache, Record, part
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.models import Model
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
+from kvlab.policy import Policy
 
 WATCHABLE = frozenset({"logits", "entropy", "reads"})
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import jax
 
-from kvlab.core import PAGE, Cache, Policy
+from kvlab.core import PAGE, Cache
+from kvlab.policy import Policy
 
 
 def kv_bytes(batch: int, tokens: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

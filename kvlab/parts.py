@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from kvlab.codec import CODECS
-from kvlab.core import Policy
 from kvlab.errors import ConfigError, nearest
 from kvlab.layout import LAYOUTS
+from kvlab.policy import Policy
 from kvlab.retention import RETENTIONS
 from kvlab.selection import SELECTIONS
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvlab import decode as module
 from kvlab.codec import Int8, Raw
-from kvlab.core import Policy
 from kvlab.decode import Engine, bucket
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.layout import Contiguous
+from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
 from tests import tools

@@ -11,8 +11,9 @@ import pytest
 from kvlab import memory
 from kvlab.attention import AttentionSpec
 from kvlab.codec import Int8, Raw
-from kvlab.core import Policy, Record
+from kvlab.core import Record
 from kvlab.layout import Contiguous
+from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
 from tests import tools

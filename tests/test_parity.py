@@ -8,9 +8,10 @@ import pytest
 from kvlab import attention
 from kvlab.attention import AttentionSpec
 from kvlab.codec import Raw
-from kvlab.core import Policy, Record
+from kvlab.core import Record
 from kvlab.decode import Engine
 from kvlab.layout import Contiguous
+from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from kvlab.selection import ReadAll
 from tests import tools

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.codec import Int8, Raw
-from kvlab.core import EMPTY, PAGE, Policy, Record
+from kvlab.core import EMPTY, PAGE, Record
 from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.layout import Contiguous
+from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
 from tests import tools

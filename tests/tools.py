@@ -11,11 +11,12 @@ import pytest
 
 from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, Int8, Raw
-from kvlab.core import EMPTY, PAGE, Pages, Policy, Record, Retention, Selection, Tokens, part, static
+from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
 from kvlab.errors import RefusedPolicy
 from kvlab.layout import Contiguous
 from kvlab.models import Model, transformer
 from kvlab.models.config import ModelConfig
+from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
 

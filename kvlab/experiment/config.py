@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvlab import parts
-from kvlab.core import Policy
 from kvlab.errors import ConfigError, nearest
+from kvlab.policy import Policy
 from kvlab.tasks import TASKS, Task
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -95,18 +95,20 @@ def draw(frame, path: Path) -> Path | None:
     figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False)
     for axis, column in zip(axes[0], panels):
         for i, row in frame.iterrows():
-            point = axis.scatter(row["resident_bytes"] / 1e6, row[column], s=80, zorder=3)
-            above = 8 if i % 2 == 0 else -15
-            axis.annotate(row["policy"], (row["resident_bytes"] / 1e6, row[column]), (0, above), textcoords="offset points",
-                          ha="center", fontsize=8, color=point.get_facecolor()[0])  # fmt: skip
+            axis.scatter(
+                row["resident_bytes"] / 1e6, row[column], s=90, marker="osD^vP*Xhd"[i % 10], label=row["policy"], zorder=3
+            )
         axis.set_xlabel("resident bytes per sequence, MB")
         axis.set_ylabel(labels[column])
-        axis.margins(0.18)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
+    if "kl_mean" in panels:
+        axes[0][-1].set_yscale("symlog", linthresh=1e-4)
+        axes[0][-1].set_ylim(bottom=-2e-5)
+    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     figure.tight_layout()
     with store.writing(path) as part:
-        figure.savefig(part, dpi=130, format="png")
+        figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
     plt.close(figure)
     return path
 

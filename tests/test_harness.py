@@ -11,8 +11,10 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+import tomli_w
 
 import kvlab
+from kvlab import cli
 from kvlab.errors import ConfigError, KvlabError, RefusedPolicy, ResultsError
 from kvlab.experiment import config
 from kvlab.experiment import run as runner
@@ -207,17 +209,16 @@ def command(*args, cwd, **env):
     )
 
 
-def write_small(folder):
-    import tomli_w
-
+def write_small(folder, small=SMALL):
     path = folder / "small.toml"
-    path.write_text(tomli_w.dumps({k: v for k, v in SMALL.items() if k != "name"}))
+    path.write_text(tomli_w.dumps({k: v for k, v in small.items() if k != "name"}))
     return path
 
 
 def test_kill_and_run_again(on_tiny, tmp_path):
     """kill −9 in the middle, run again: nothing finished is recomputed and the frame equals an undisturbed run's."""
-    file = write_small(tmp_path)
+    task = {**SMALL["grid"]["task"][0], "contexts": 4, "needles": 1, "new_tokens": 2}
+    file = write_small(tmp_path, {**SMALL, "grid": {"task": [task], "policy": SMALL["grid"]["policy"][:2]}})
     process = command("run", file, "--out", tmp_path / "killed", cwd=tmp_path)
     deadline = time.time() + 300
     while not list((tmp_path / "killed").glob("*/*/samples/*.json")):
@@ -250,14 +251,23 @@ def test_kill_and_run_again(on_tiny, tmp_path):
         (["fetch", "broken.gguf"], "no readable GGUF"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, args, message):
+def test_bad_input_is_one_line_and_exit_code_2(on_tiny, tmp_path, monkeypatch, capsys, args, message):
     write_small(tmp_path)
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
-    process = command(*args, cwd=tmp_path, KVLAB_CACHE=str(tmp_path / "cache"))
-    _, errors = process.communicate()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["kvlab", *args])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    errors = capsys.readouterr().err
     lines = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert process.returncode == 2 and len(lines) == 1 and message in lines[0], errors
-    assert "Traceback" not in errors
+    assert stop.value.code == 2 and len(lines) == 1 and message in lines[0], errors
+
+
+def test_bad_input_in_a_process_of_its_own(tmp_path):
+    process = command("run", "missing.toml", cwd=tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode == 2 and errors.startswith("error: ") and len(errors.splitlines()) == 1
 
 
 def test_a_full_disk_is_said_and_keeps_what_is_finished(on_tiny, tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_three_figures():
 
 
 def compiled_step(policy, batch, length):
-    """A decode loop of two layers with donated caches at this capacity, compiled but not run."""
+    """A decode loop of one layer with a donated cache at this capacity, compiled but not run."""
     spec, cache = AttentionSpec(0.125), filled(policy, batch, length - 64, 64)[1]
     f = jax.ShapeDtypeStruct
 
@@ -102,11 +102,11 @@ def compiled_step(policy, batch, length):
         return jax.lax.while_loop(lambda c: c[0] < 64, body, (0, caches, x, pos))
 
     jitted = jax.jit(loop, donate_argnums=1)
-    return jitted.lower(policy, (cache, cache), f((batch, 3, 3, 64), "f4"), f((batch,), "i4")).compile(), cache
+    return jitted.lower(policy, (cache,), f((batch, 3, 3, 64), "f4"), f((batch,), "i4")).compile(), cache
 
 
 READ_ALL = [n for n in tools.PRODUCT if n[3] == "read_all"]
-QUICK = [n for n in READ_ALL if n[1] not in ("kivi", "k_only") and n[0] != "key_norm_pages"]
+QUICK = [n for n in READ_ALL if n[1] != "kivi" and n[0] != "key_norm_pages"]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -132,7 +132,7 @@ def check_no_copy(names, batch):
     for leaf in (x for x in jax.tree.leaves(cache.memory) if x.size > 100_000):
         shape_ = f"{kinds[str(leaf.dtype)]}[{','.join(map(str, leaf.shape))}]"
         assert not re.search(re.escape(shape_) + r"\S* copy\(", program.as_text()), f"{shape_} is copied"
-    total = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     account = memory.compiled(program)
     assert account.temporaries < total / 4
     assert account.aliased >= total - 4096, "a donated cache came back as a new buffer"

@@ -70,7 +70,6 @@ CODECS = {
     "int8_token": Int8(),
     "int8_channel": Int8("channel"),
     "kivi": KV(Int8("channel"), Int8("token")),
-    "k_only": KV(Int8("token"), Raw()),
 }
 LAYOUTS = {"contiguous": Contiguous()}
 SELECTIONS = {"read_all": ReadAll(), "pages": LatePages(), "tokens": OddTokens()}

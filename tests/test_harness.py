@@ -27,8 +27,8 @@ SMALL = {
     "base": {"model": {"name": "tiny"}, "seed": 3},
     "grid": {
         "task": [
-            {"name": "needle", "length": 300, "contexts": 2, "needles": 2, "new_tokens": 6, "text": "docstrings"},
-            {"name": "likelihood", "length": 128, "contexts": 2, "continuation": 8},
+            {"name": "needle", "length": 300, "contexts": 2, "needles": 2, "new_tokens": 6, "text": "stdlib"},
+            {"name": "likelihood", "length": 128, "contexts": 2, "continuation": 8, "text": "stdlib"},
         ],
         "policy": [
             {"label": "full"},

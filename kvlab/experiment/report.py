@@ -104,7 +104,7 @@ def draw(frame, path: Path) -> Path | None:
         axis.grid(alpha=0.3)
     if "kl_mean" in panels:
         axes[0][-1].set_yscale("symlog", linthresh=1e-4)
-        axes[0][-1].set_ylim(bottom=-2e-5)
+        axes[0][-1].set_ylim(-2e-5, max(3 * frame["kl_mean"].max(), 1e-3))
     axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     figure.tight_layout()
     with store.writing(path) as part:

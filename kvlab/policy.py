@@ -86,7 +86,8 @@ class Policy:
         """
         B, H, T, D = record.key_BHTD.shape
         N = -(-budget // PAGE)
-        index, ok = self._keep(record, budget, N * PAGE)
+        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None])
+        index, ok = self._keep(record, score, budget, N * PAGE)
         safe = jnp.where(ok, index, 0)
 
         def gather(x):
@@ -102,18 +103,19 @@ class Policy:
         tail: tuple = ()
         if self.tailed:
             tail = tuple(jnp.take_along_axis(x, open_[..., None, None, None], 2)[:, :, 0] for x in (key, value))
-        code = {"k": self.codec.keys.encode(key), "v": self.codec.values.encode(value)}
-        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None])
+        memory = self.layout.pack(self._encode(key, value))
         return Cache(
-            pos, -(-count // self.unit), open_, offset, self.layout.pack(code), tail,
+            pos, -(-count // self.unit), open_, offset, memory, tail,
             jax.tree.map(gather, score), self.selection.start(key, pos), budget,
         )  # fmt: skip
 
-    def _keep(self, record: Record, budget: int, slots: int):
+    def _encode(self, key, value):
+        return {"k": self.codec.keys.encode(key), "v": self.codec.values.encode(value)}
+
+    def _keep(self, record: Record, score, budget: int, slots: int):
         """Indices into T of the tokens kept, in order, padded to `slots`; and which are real."""
         B, H, T, _ = record.key_BHTD.shape
         pos = jnp.broadcast_to(record.pos_BT[:, None], (B, H, T))
-        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None])
         now = record.pos_BT.max(-1)[:, None, None]
         priority = jnp.broadcast_to(self.retention.priority(score, pos, now), pos.shape).astype(jnp.float32)
         priority = jnp.where(pos >= 0, priority, -jnp.inf)
@@ -201,16 +203,15 @@ class Policy:
 
     def _store(self, cache: Cache, page, offset, key_BHD, value_BHD):
         """The new token's codes: into memory at once, or into the tail, which is committed when its page is full."""
-        encode = lambda k, v: {"k": self.codec.keys.encode(k), "v": self.codec.values.encode(v)}
         if not self.tailed:
-            code = encode(key_BHD[:, :, None, None], value_BHD[:, :, None, None])
+            code = self._encode(key_BHD[:, :, None, None], value_BHD[:, :, None, None])
             return (), self.layout.write(cache.memory, page, offset, code)
         N = cache.pos.shape[2]
         row, head = _index(page)
         at = jnp.where(page < N, offset, PAGE)
         tail = tuple(x.at[row, head, at].set(y, mode="drop") for x, y in zip(cache.tail, (key_BHD, value_BHD)))
         full = (page < N) & (offset == PAGE - 1)
-        commit = lambda m: self.layout.write(m, jnp.where(full, page, N), None, encode(tail[0][:, :, None], tail[1][:, :, None]))
+        commit = lambda m: self.layout.write(m, jnp.where(full, page, N), None, self._encode(*(x[:, :, None] for x in tail)))
         return tail, lax.cond(full.any(), commit, lambda m: m, cache.memory)
 
     # ----------------------------------------------------------------------------------------------------- attending
@@ -242,9 +243,10 @@ class Policy:
         B, H, Q, D = query.shape
         return attention.nothing(B, H, Q, D)
 
-    def _in_tail(self, cache: Cache):
-        """Rows and heads whose open page lies in the tail, `[B, H]`."""
-        return cache.offset < PAGE
+    @staticmethod
+    def _in_tail(cache: Cache, number):
+        """Which of the pages `number` have their codes in the tail (the open one, until it is full), `[B, H, ...]`."""
+        return (cache.offset < PAGE)[..., None] & (number == cache.open[..., None])
 
     def _partial(self, query, code, ok, spec) -> Partial:
         logits = spec.cap(self.codec.keys.scores(query, code["k"]))
@@ -261,7 +263,7 @@ class Policy:
             reads = (ok & (number >= floor)[:, None]).sum((-1, -2), dtype=jnp.int32)
             stored = number >= floor
             if self.tailed:
-                stored = stored & ~(self._in_tail(cache)[..., None] & (number == cache.open[..., None]))
+                stored = stored & ~self._in_tail(cache, number)
             ok = ok & stored[..., None]
             return self._partial(query, self.layout.slice(cache.memory, start, pages), ok, spec), reads
 
@@ -289,8 +291,7 @@ class Policy:
         stored = visible
         tail_ok = jnp.ones((), bool)
         if self.tailed:
-            in_tail = self._in_tail(cache)[..., None] & (jnp.arange(N) == cache.open[..., None])
-            stored = visible & ~in_tail[..., None]
+            stored = visible & ~self._in_tail(cache, jnp.arange(N))[..., None]
             own = cache.open[..., None] * PAGE + jnp.arange(PAGE) if single else cache.open[..., None]
             tail_ok = (own[..., None] == index[:, :, None]).any(-1)
         stored = stored.reshape(view.shape)
@@ -313,7 +314,7 @@ class Policy:
     def _read_tail(self, cache: Cache, query, sees, tail_ok, spec) -> Partial:
         key, value = cache.tail
         pos = jnp.take_along_axis(cache.pos, cache.open[..., None, None], 2)
-        ok = sees(pos)[:, :, 0] & self._in_tail(cache)[..., None] & tail_ok
+        ok = sees(pos)[:, :, 0] & self._in_tail(cache, cache.open[..., None]) & tail_ok
         logits = spec.cap(jnp.einsum("bhqd,bhpd->bhqp", query, key))
         mix = lambda w: jnp.einsum("bhqp,bhpd->bhqd", w[..., 0, :], value)
         return attention.partial(logits[..., None, :], ok[:, :, None, None], mix)

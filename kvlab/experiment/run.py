@@ -19,6 +19,7 @@ import numpy as np
 import kvlab
 from kvlab import memory, parts
 from kvlab.decode import Engine, Prefilled, Session
+from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import config, report, store
 from kvlab.models import load
 from kvlab.tasks import Batch, Task
@@ -202,7 +203,7 @@ def environment(engine: Engine, task: Task) -> dict[str, str]:
     return {
         "code": code_digest(),
         "weights": engine.model.digest,
-        "text": text_source.digest(getattr(task, "text", "")) if hasattr(task, "text") else "",
+        "text": text_source.digest(task.text) if hasattr(task, "text") else "",
         "kvlab": kvlab.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
@@ -224,8 +225,6 @@ def code_digest() -> str:
 
 def model_name(table: dict[str, Any]) -> str:
     """The name in `model = {name = "..."}`."""
-    from kvlab.errors import ConfigError, nearest
-
     for key in table:
         if key != "name":
             raise ConfigError(f"model: unknown key {key!r}; {nearest(key, ['name'])}")

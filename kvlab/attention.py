@@ -103,56 +103,55 @@ def dense(
 
 
 def prefill(
-    query_BHGTD: Float[Array, "B H G T D"],
+    query_BTHGD: Float[Array, "B T H G D"],
     key_BHTD: Float[Array, "B H T D"],
     value_BHTD: Float[Array, "B H T D"],
     spec: AttentionSpec,
-    query_block: int = 256,
+    query_block: int = 512,
     key_block: int = 512,
-) -> Float[Array, "B H G T D"]:
+) -> Float[Array, "B T H G D"]:
     """Causal attention of a prompt over itself, exact, holding one block of one KV head's logits at a time.
 
     Blocks above the diagonal, or wholly before a local window, are not visited. Position is the index along T, so
     right-padded rows are right: a real token never sees a pad.
     """
-    B, H, G, T, D = query_BHGTD.shape
+    B, T, H, G, D = query_BTHGD.shape
     qb, kb = min(query_block, T), min(key_block, T)
     if T % qb or T % kb:
         raise ValueError(f"prompt bucket {T} is no multiple of the blocks {qb} and {kb}; use a power of two")
-    by_head = lambda x: x.reshape(B * H, *x.shape[2:])
-    one = functools.partial(_prefill_head, spec=spec, qb=qb, kb=kb)
-    out = lax.map(lambda x: one(*x), (by_head(query_BHGTD), by_head(key_BHTD), by_head(value_BHTD)))
-    return out.reshape(query_BHGTD.shape)
+    blocks = T // qb
+
+    def step(n):
+        row, head, first = n // (H * blocks), n // blocks % H, n % blocks * qb
+        query = lax.dynamic_slice(query_BTHGD, (row, first, head, 0, 0), (1, qb, 1, G, D)).reshape(qb * G, D)
+        return _prefill_block(query * spec.scale, key_BHTD[row, head], value_BHTD[row, head], first, spec, qb, kb)
+
+    out = lax.map(step, jnp.arange(B * H * blocks))
+    return jnp.moveaxis(out.reshape(B, H, T, G, D), 1, 2)
 
 
-def _prefill_head(query_GTD, key_TD, value_TD, spec: AttentionSpec, qb: int, kb: int):
-    """One KV head of `prefill`: rows of blocks, each an online softmax over the key blocks that it sees."""
-    G, T, D = query_GTD.shape
+def _prefill_block(query_QD, key_TD, value_TD, first, spec: AttentionSpec, qb: int, kb: int):
+    """The queries of `qb` tokens from position `first` on (Q / qb each): an online softmax over the key blocks they see."""
+    Q, D = query_QD.shape
+    now = jnp.repeat(first + jnp.arange(qb), Q // qb)[:, None]
 
-    def rows(i):
-        query = lax.dynamic_slice_in_dim(query_GTD, i * qb, qb, 1).reshape(G * qb, D) * spec.scale
-        now = jnp.tile(i * qb + jnp.arange(qb), G)[:, None]
+    def block(j, done, masked: bool):
+        out, top, mass = done
+        key, value = (lax.dynamic_slice_in_dim(x, j * kb, kb) for x in (key_TD, value_TD))
+        logits = spec.cap(query_QD @ key.T)
+        if masked:
+            logits = jnp.where(spec.sees(j * kb + jnp.arange(kb), now), logits, MASKED)
+        new_top = jnp.maximum(top, logits.max(-1))
+        weights, shrink = lax.optimization_barrier(jnp.exp(logits - new_top[:, None])), jnp.exp(top - new_top)
+        return out * shrink[:, None] + weights @ value, new_top, mass * shrink + weights.sum(-1)
 
-        def block(j, done, masked: bool):
-            out, top, mass = done
-            key, value = (lax.dynamic_slice_in_dim(x, j * kb, kb) for x in (key_TD, value_TD))
-            logits = spec.cap(query @ key.T)
-            if masked:
-                logits = jnp.where(spec.sees(j * kb + jnp.arange(kb), now), logits, MASKED)
-            new_top = jnp.maximum(top, logits.max(-1))
-            weights, shrink = jnp.exp(logits - new_top[:, None]), jnp.exp(top - new_top)
-            return out * shrink[:, None] + weights @ value, new_top, mass * shrink + weights.sum(-1)
-
-        first = 0 if spec.window is None else jnp.maximum(i * qb - spec.window + 1, 0) // kb
-        diagonal = i * qb // kb if spec.window is None else first  # blocks before it need no mask
-        flat = jnp.zeros(G * qb)
-        done = jnp.zeros((G * qb, D)), flat + MASKED / 2, flat
-        done = lax.fori_loop(first, diagonal, functools.partial(block, masked=False), done)
-        out, _, mass = lax.fori_loop(diagonal, ((i + 1) * qb - 1) // kb + 1, functools.partial(block, masked=True), done)
-        return (out / mass[:, None]).reshape(G, qb, D)
-
-    out = lax.map(rows, jnp.arange(T // qb))  # [T/qb, G, qb, D]
-    return jnp.moveaxis(out, 0, 1).reshape(G, T, D)
+    start = 0 if spec.window is None else jnp.maximum(first - spec.window + 1, 0) // kb
+    diagonal = first // kb if spec.window is None else start  # blocks before it need no mask
+    flat = jnp.zeros(Q)
+    done = jnp.zeros((Q, D)), flat + MASKED / 2, flat
+    done = lax.fori_loop(start, diagonal, functools.partial(block, masked=False), done)
+    out, _, mass = lax.fori_loop(diagonal, (first + qb - 1) // kb + 1, functools.partial(block, masked=True), done)
+    return out / mass[:, None]
 
 
 def rotary(pos: Int[Array, "..."], dim: int, base: float) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:

@@ -69,8 +69,7 @@ def _prefill(config: ModelConfig, params, tokens_BT, length_B):
     for layer, block in enumerate(model.blocks):
         query, key, value = block.project(x, *turn)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        mixed = attention.prefill(jnp.moveaxis(query, 1, 3), key, value, config.attention(layer))
-        x = block.finish(x, jnp.moveaxis(mixed, 3, 1))
+        x = block.finish(x, attention.prefill(query, key, value, config.attention(layer)))
         records.append(Record(key, value, pos_BT))
     last = x[jnp.arange(len(tokens_BT)), length_B - 1]
     return tuple(records), model.logits(last)

@@ -37,11 +37,11 @@ def test_full_policy_is_dense_causal_attention(spec):
 @pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (64, 256), (512, 512)])
 def test_prefill_in_blocks_is_dense_causal_attention(spec, blocks, rng):
     B, H, G, T, D = 2, 2, 3, 256, 16
-    query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((B, H, G, T, D), (B, H, T, D), (B, H, T, D)))
+    query, key, value = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((B, T, H, G, D), (B, H, T, D), (B, H, T, D)))
     got = attention.prefill(query, key, value, spec, *blocks)
     ok = jnp.tile(spec.sees(jnp.arange(T), jnp.arange(T)[:, None]), (G, 1))
-    want = attention.dense(query.reshape(B, H, G * T, D), key, value, ok, spec).reshape(query.shape)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    want = attention.dense(jnp.moveaxis(query, 1, 3).reshape(B, H, G * T, D), key, value, ok, spec)
+    np.testing.assert_allclose(got, jnp.moveaxis(want.reshape(B, H, G, T, D), 3, 1), atol=1e-5)
 
 
 @pytest.mark.parametrize("names", [n for n in tools.PRODUCT if n[0] == "window" and n[3] == "read_all"], ids="-".join)

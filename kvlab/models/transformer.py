@@ -16,6 +16,8 @@ from flax import nnx
 from kvlab.attention import rotary, rotate
 from kvlab.models.config import ModelConfig
 
+ROWS = 512  # tokens of a prompt in the feed-forward network at a time
+
 
 def linear(weight_OI, x):
     """`x [..., in]` times a weight `[out, in]`.
@@ -28,6 +30,14 @@ def linear(weight_OI, x):
     if 1 < x.shape[0] <= 8:
         return jax.lax.optimization_barrier((weight_OI[:, None] * x).sum(-1)).T
     return (weight_OI @ x.T).T
+
+
+def by_rows(f, x):
+    """`f` over tokens `x [..., hidden]`, ROWS at a time, so that its wide intermediates stay in a core's cache."""
+    count = x.size // x.shape[-1]
+    if count <= ROWS or count % ROWS:
+        return f(x)
+    return jax.lax.map(f, x.reshape(-1, 1, ROWS, x.shape[-1])).reshape(x.shape)
 
 
 class Weight(nnx.Param):
@@ -75,7 +85,9 @@ class Block(nnx.Module):
 
     def finish(self, x, mixed):
         """The layer's output from its input and attention's output `[..., H, G, D]`."""
-        x = x + linear(self.out[...], mixed.reshape(*x.shape[:-1], -1))
+        return by_rows(self._feed, x + linear(self.out[...], mixed.reshape(*x.shape[:-1], -1)))
+
+    def _feed(self, x):
         gate, up = jnp.split(linear(self.gate_up[...], self.ffn_norm(x)), 2, -1)
         return x + linear(self.down[...], jax.nn.silu(gate) * up)
 

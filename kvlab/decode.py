@@ -63,14 +63,14 @@ def _prefill(config: ModelConfig, params, tokens_BT, length_B):
     T = tokens_BT.shape[1]
     pos_T = jnp.arange(T)
     pos_BT = jnp.where(pos_T < length_B[:, None], pos_T, EMPTY)
-    x = model.embed(tokens_BT)
-    turn = model.rotary(pos_T[None])
     records = []
-    for layer, block in enumerate(model.blocks):
-        query, key, value = block.project(x, *turn)
+
+    def attend(layer, query, key, value):
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        x = block.finish(x, attention.prefill(query, key, value, config.attention(layer)))
         records.append(Record(key, value, pos_BT))
+        return attention.prefill(query, key, value, config.attention(layer))
+
+    x = model(tokens_BT, pos_T[None], attend)
     last = x[jnp.arange(len(tokens_BT)), length_B - 1]
     return tuple(records), model.logits(last)
 
@@ -119,17 +119,17 @@ def _decode(config: ModelConfig, params, policies, state: State, forced_BF, stop
 
 def _layers(config, model, policies, caches, token_B, pos_B, live_B):
     """One token per row through the model: the last layer's output, the new caches and each layer's diagnostics."""
-    x = model.embed(token_B)
-    turn = model.rotary(pos_B)
     new, infos = [], []
-    for layer, (block, policy, cache) in enumerate(zip(model.blocks, policies, caches)):
-        query, key, value = block.project(x, *turn)
-        cache = policy.append(cache, key, value, pos_B, live_B)
+
+    def attend(layer, query, key, value):
+        policy = policies[layer]
+        cache = policy.append(caches[layer], key, value, pos_B, live_B)
         done = policy.attend(cache, query, pos_B, config.attention(layer))
-        x = block.finish(x, done.out_BHQD)
         new.append(done.cache)
         infos.append(done.info)
-    return x, tuple(new), infos
+        return done.out_BHQD
+
+    return model(token_B, pos_B, attend), tuple(new), infos
 
 
 def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset) -> dict:

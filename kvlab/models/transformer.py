@@ -2,7 +2,7 @@
 
 A layer is used in two halves, with attention between them, so prefill and decode differ only in what stands there:
 
-    q, k, v = block.project(x, cos, sin)   →   attention over a prompt or over a cache   →   x = block.finish(x, mixed)
+    q, k, v = block.project(x, cos, sin)   →   attend(layer, q, k, v)   →   x = block.finish(x, mixed)
 
 Weights lie as `[out, in]`, as checkpoints store them.
 """
@@ -105,8 +105,17 @@ class Transformer(nnx.Module):
         """Cosines and sines for tokens at these positions, shared by all layers."""
         return rotary(pos, self.config.head_dim, self.config.rope_base)
 
-    def embed(self, tokens):
-        return self.embedding[...][tokens]
+    def __call__(self, tokens, pos, attend):
+        """The last layer's output `[..., hidden]` for tokens at positions `pos`, which broadcast to the tokens' shape.
+
+        attend(layer, query [..., H, G, D], key [..., H, D], value [..., H, D]) gives attention's output `[..., H, G, D]`:
+        over a prompt or over a cache, which is all that prefill, decode and training differ in.
+        """
+        x = self.embedding[...][tokens]
+        turn = self.rotary(pos)
+        for layer, block in enumerate(self.blocks):
+            x = block.finish(x, attend(layer, *block.project(x, *turn)))
+        return x
 
     def logits(self, x):
         """Next-token logits `[B, V]` from the last layer's output `[B, hidden]`."""

@@ -22,10 +22,13 @@ be computed over the whole page.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+
+from kvlab.errors import ConfigError
 
 PAGE = 64
 EMPTY = -1
@@ -193,6 +196,17 @@ class Selection:
         raise NotImplementedError(f"{type(self).__name__} must define select(state, query, visible, cache)")
 
 
+def kept(length: int, ratio: float) -> int:
+    """Tokens that stay of `length` when the share `ratio` is removed: max(1, ⌊length·(1 − ratio)⌋), and 0 for ratio 1.
+
+    The floor forgives rounding: 100 tokens at ratio 0.9 leave 10, though 100·(1 − 0.9) is 9.999….
+    Errors: ConfigError for a ratio outside 0 … 1.
+    """
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"ratio={ratio}; allowed: 0 (remove nothing) … 1 (remove everything)")
+    return 0 if ratio == 1 else max(1, math.floor(length * (1 - ratio) + 1e-9))
+
+
 # ----------------------------------------------------------------------------------------------- what passes between
 
 
@@ -211,12 +225,15 @@ class Cache:
 
     `opened` counts the units (tokens or pages) that were ever placed, up to the budget; `open` is the page being filled
     and `offset` how many tokens it holds (64: none is open). Both are unused where tokens are replaced one by one.
+    `lost` is the position of the token that last made the cache drop others, −1 if nothing ever was: the cache can be cut
+    back to any length above it.
     """
 
     pos: Any  # [B, H, N, P] int32
     opened: Any  # [B, H] int32
     open: Any  # [B, H] int32
     offset: Any  # [B, H] int32
+    lost: Any  # [B, H] int32
     memory: Any  # the layout's
     tail: Any  # (keys, values) of the open page, [B, H, P, D], or ()
     retained: Any  # the retention's per-token state, leaves [B, H, N, P, ...]

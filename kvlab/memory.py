@@ -27,13 +27,13 @@ def resident(tree) -> int:
 def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: int) -> int:
     """Bytes that one layer's cache must have, from the parts' own figures. Equal to `resident` exactly.
 
-    For parts without state of their own; a page takes its codes and 64 positions, a row and head three counters and,
+    For parts without state of their own; a page takes its codes and 64 positions, a row and head four counters and,
     where codes are committed by the page, a raw tail.
     """
     pages = -(-budget // PAGE)
     codes = policy.codec.keys.page_bytes(head_dim) + policy.codec.values.page_bytes(head_dim)
     tail = 2 * PAGE * head_dim * 4 if policy.tailed else 0
-    return batch * kv_heads * (pages * (codes + PAGE * 4) + tail + 3 * 4)
+    return batch * kv_heads * (pages * (codes + PAGE * 4) + tail + 4 * 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,28 +1,22 @@
 """The product of the four parts: filling, appending, attending. `kvlab.core` says what the parts are."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvlab import attention
-from kvlab.attention import AttentionSpec, Partial
-from kvlab.core import BLOCK, EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, Tokens, part
+from kvlab import reading
+from kvlab.attention import AttentionSpec
+from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
 from kvlab.errors import RefusedPolicy
-
-
-class Info(NamedTuple):
-    """Diagnostics of one attention: entropy of each query head (nats) and tokens read per KV head. Unused ones cost nothing."""
-
-    entropy_BHQ: Any
-    reads_BH: Any
 
 
 class Attended(NamedTuple):
     out_BHQD: Any
     lse_BHQ: Any
-    info: Info
+    info: reading.Info
     cache: Cache
 
 
@@ -104,8 +98,10 @@ class Policy:
         if self.tailed:
             tail = tuple(jnp.take_along_axis(x, open_[..., None, None, None], 2)[:, :, 0] for x in (key, value))
         memory = self.layout.pack(self._encode(key, value))
+        now = record.pos_BT.max(-1)[:, None]
+        lost = jnp.where(count < (record.pos_BT >= 0).sum(-1)[:, None], now, EMPTY).astype(jnp.int32)
         return Cache(
-            pos, -(-count // self.unit), open_, offset, memory, tail,
+            pos, -(-count // self.unit), open_, offset, lost, memory, tail,
             jax.tree.map(gather, score), self.selection.start(key, pos), budget,
         )  # fmt: skip
 
@@ -154,7 +150,7 @@ class Policy:
         """
         N = cache.pos.shape[2]
         live = jnp.ones(cache.opened.shape, bool) if live_B is None else jnp.broadcast_to(live_B[:, None], cache.opened.shape)
-        page, offset, fresh = self._place(cache, pos_B, live)
+        page, offset, fresh, evicts = self._place(cache, pos_B, live)
         page = jnp.where(live, page, N)  # out of range: dropped
         row, head = _index(page)
         cleared = jnp.where(fresh & (self.unit > 1), page, N)
@@ -168,22 +164,22 @@ class Policy:
             jnp.minimum(cache.opened + fresh, cache.budget // self.unit),
             jnp.where(live, page, cache.open),
             jnp.where(live, offset + 1, cache.offset),
+            jnp.where(evicts, pos_B[:, None], cache.lost),
             memory, tail,
             jax.tree.map(put, cache.retained, score),
             self.selection.write(cache.index, page, offset, key_BHD, fresh), cache.budget,
         )  # fmt: skip
 
     def _place(self, cache: Cache, pos_B, live):
-        """Page and offset for the next token, and whether it opens a new unit."""
+        """Page and offset for the next token, whether it opens a new unit, and whether another one goes for it."""
         fresh = live & (cache.offset == PAGE) if self.unit > 1 else live
-        unit = cache.opened
+        unit, evicts = cache.opened, jnp.zeros_like(fresh)
         if self.retention.evicts:
-            full = cache.opened >= cache.budget // self.unit
-            victim = lax.cond((fresh & full).any(), lambda: self._victim(cache, pos_B), lambda: cache.opened)
-            unit = jnp.where(full, victim, unit)
+            evicts = fresh & (cache.opened >= cache.budget // self.unit)
+            unit = lax.cond(evicts.any(), lambda: jnp.where(evicts, self._victim(cache, pos_B), unit), lambda: unit)
         if self.unit > 1:
-            return jnp.where(fresh, unit, cache.open), jnp.where(fresh, 0, cache.offset), fresh
-        return unit // PAGE, unit % PAGE, fresh
+            return jnp.where(fresh, unit, cache.open), jnp.where(fresh, 0, cache.offset), fresh, evicts
+        return unit // PAGE, unit % PAGE, fresh, evicts
 
     def _victim(self, cache: Cache, pos_B):
         """The unit of lowest priority; among equals the oldest."""
@@ -221,109 +217,51 @@ class Policy:
 
         A row with nothing to read gives output 0, lse −inf and gradient 0.
         """
-        now = pos_B[:, None, None, None]
-        query = query_BHQD * spec.scale
-        rule = self.retention.visibility()
-        sees = lambda pos: spec.sees(pos, now) & rule.mask(pos, now)
-        if self.selection.reads_all:
-            done, reads = self._read_all(cache, query, sees, spec)
-            tail_ok = jnp.ones((), bool)
-        else:
-            visible = sees(cache.pos)
-            picked = self.selection.select(cache.index, query, visible, cache)
-            done, reads, tail_ok = self._read_some(cache, query, visible, picked, spec)
-        if self.tailed:
-            new = self._read_tail(cache, query, sees, tail_ok, spec)
-            done = attention.merge(done, new)
-        out, lse, entropy = attention.finish(done)
-        return Attended(out, lse, Info(entropy, reads), cache)
+        return Attended(*reading.token(self, cache, query_BHQD, pos_B, spec), cache)
 
-    @staticmethod
-    def _nothing(query) -> Partial:
-        B, H, Q, D = query.shape
-        return attention.nothing(B, H, Q, D)
+    def extend(self, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):
+        """A chunk of a prompt: its attention over the cache and over itself `[B, T, H, G, D]`, then the cache that holds it too.
 
-    @staticmethod
-    def _in_tail(cache: Cache, number):
-        """Which of the pages `number` have their codes in the tail (the open one, until it is full), `[B, H, ...]`."""
-        return (cache.offset < PAGE)[..., None] & (number == cache.open[..., None])
+        What feeding the tokens one by one gives (positions EMPTY are pads, on the right), except that a chunk reads all
+        that is stored, whatever the selection, and its own tokens before the codec rounds them or the retention drops them.
+        """
+        out = reading.chunk(self, cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec)
+        # written only after the old cache was read, or XLA keeps a copy of it: a zero that it cannot see to be one
+        total = out.sum()
+        zero = 0.0 * jnp.where(jnp.isfinite(total), total, 0.0)
+        key, value = key_BHTD + zero, value_BHTD + zero
 
-    def _partial(self, query, code, ok, spec) -> Partial:
-        logits = spec.cap(self.codec.keys.scores(query, code["k"]))
-        return attention.partial(logits, ok[:, :, None], lambda w: self.codec.values.mix(w, code["v"]))
+        def step(t, cache):
+            pos = pos_BT[:, t]
+            return self.append(cache, key[:, :, t], value[:, :, t], pos, pos >= 0)
 
-    def _read_all(self, cache: Cache, query, sees, spec):
-        """Every visible token: in one pass where codes are read in place and most are live, else block by block."""
-        B, H, N, _ = cache.pos.shape
-        empty = self._nothing(query), jnp.zeros((B, H), jnp.int32)
+        return out, lax.fori_loop(0, pos_BT.shape[1], step, cache)
 
-        def read(start, pages, floor):
-            number = start + jnp.arange(pages)
-            ok = sees(lax.dynamic_slice_in_dim(cache.pos, start, pages, 2))
-            reads = (ok & (number >= floor)[:, None]).sum((-1, -2), dtype=jnp.int32)
-            stored = number >= floor
-            if self.tailed:
-                stored = stored & ~self._in_tail(cache, number)
-            ok = ok & stored[..., None]
-            return self._partial(query, self.layout.slice(cache.memory, start, pages), ok, spec), reads
-
-        def step(i, carry):
-            done, reads = carry
-            new, more = read(jnp.minimum(i * BLOCK, N - BLOCK), BLOCK, i * BLOCK)
-            return attention.merge(done, new), reads + more
-
-        in_place = self.codec.keys.in_place and self.codec.values.in_place
-        if N <= (2 * BLOCK if in_place else BLOCK):
-            return read(0, N, 0)
-        used = jnp.minimum(-(-cache.opened.max() * self.unit // PAGE), N)
-        loop = lambda: lax.fori_loop(0, -(-used // BLOCK), step, empty)
-        if not in_place:
-            return loop()
-        return lax.cond(2 * used > N, lambda: read(0, N, 0), loop)
-
-    def _read_some(self, cache: Cache, query, visible, picked, spec):
-        """The pages or slots that a selection named, in blocks; and which tokens of the tail are among them."""
-        B, H, N, _ = cache.pos.shape
-        index = picked.index
-        single = isinstance(picked, Tokens)
-        fetch = self.layout.tokens if single else self.layout.pages
-        view = visible.reshape(B, H, -1, 1) if single else visible
-        stored = visible
-        tail_ok = jnp.ones((), bool)
-        if self.tailed:
-            stored = visible & ~self._in_tail(cache, jnp.arange(N))[..., None]
-            own = cache.open[..., None] * PAGE + jnp.arange(PAGE) if single else cache.open[..., None]
-            tail_ok = (own[..., None] == index[:, :, None]).any(-1)
-        stored = stored.reshape(view.shape)
-        R = index.shape[-1]
-        block = min(R, BLOCK * PAGE if single else BLOCK)
-        pad = -R % block
-        index = jnp.pad(index, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
-
-        def step(i, done):
-            some = lax.dynamic_slice_in_dim(index, i * block, block, 2)
-            safe = jnp.maximum(some, 0)
-            ok = jnp.take_along_axis(stored, safe[..., None], 2) & (some >= 0)[..., None]
-            return attention.merge(done, self._partial(query, fetch(cache.memory, safe), ok, spec))
-
-        most = (index >= 0).sum(-1).max()  # ids come first, so only the densest row's blocks are walked
-        done = lax.fori_loop(0, -(-most // block), step, self._nothing(query))
-        got = jnp.take_along_axis(view, jnp.maximum(index, 0)[..., None], 2) & (index >= 0)[..., None]
-        return done, got.sum((-1, -2), dtype=jnp.int32), tail_ok
-
-    def _read_tail(self, cache: Cache, query, sees, tail_ok, spec) -> Partial:
-        key, value = cache.tail
-        pos = jnp.take_along_axis(cache.pos, cache.open[..., None, None], 2)
-        ok = sees(pos)[:, :, 0] & self._in_tail(cache, cache.open[..., None]) & tail_ok
-        logits = spec.cap(jnp.einsum("bhqd,bhpd->bhqp", query, key))
-        mix = lambda w: jnp.einsum("bhqp,bhpd->bhqd", w[..., 0, :], value)
-        return attention.partial(logits[..., None, :], ok[:, :, None, None], mix)
-
-    # ---------------------------------------------------------------------------------------------------------- rows
+    # ------------------------------------------------------------------------------------------------- rows and lengths
 
     def rows(self, cache: Cache, index) -> Cache:
         """The caches of the named rows, in that order: forks a row when it is named twice."""
         return jax.tree.map(lambda x: x[index], cache)
+
+    def truncate(self, cache: Cache, length_B) -> Cache:
+        """Forgets the tokens at positions ≥ length. Only for lengths above `Cache.lost`: what was dropped does not return.
+
+        A committed page that is cut midway keeps its codes; its lost slots are empty and the next token opens a new page.
+        """
+        pos = jnp.where(cache.pos >= length_B[:, None, None, None], EMPTY, cache.pos)
+        held = (pos >= 0).sum(-1, dtype=jnp.int32)
+        if self.unit == 1:
+            return dataclasses.replace(cache, pos=pos, opened=held.sum(-1))
+        left = jnp.take_along_axis(held, cache.open[..., None], 2)[..., 0]
+        offset = jnp.where((cache.offset < PAGE) & (left > 0), left, PAGE)
+        return dataclasses.replace(cache, pos=pos, opened=(held > 0).sum(-1, dtype=jnp.int32), offset=offset)
+
+    def room(self, cache: Cache):
+        """Tokens that each row can still take, `[B, H]`; a cache that evicts has always room."""
+        if self.retention.evicts:
+            return jnp.full(cache.opened.shape, jnp.iinfo(jnp.int32).max)
+        units = cache.budget // self.unit - cache.opened
+        return units * self.unit + (PAGE - cache.offset if self.unit > 1 else 0)
 
 
 def _index(x):

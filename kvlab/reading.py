@@ -1,0 +1,141 @@
+"""Attention over a cache: everything in blocks, or what a selection picked, and the open page's tail; merged exactly.
+
+`policy` is a `kvlab.policy.Policy`. Masks are `[B, H, M, N, P]`, with M = 1 where all queries stand at one position.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvlab import attention
+from kvlab.attention import AttentionSpec, Partial
+from kvlab.core import BLOCK, PAGE, Cache, Tokens
+
+
+class Info(NamedTuple):
+    """Diagnostics of one attention: entropy of each query head (nats) and tokens read per KV head. Unused ones cost nothing."""
+
+    entropy_BHQ: Any
+    reads_BH: Any
+
+
+def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec):
+    """One token's queries over what the selection names: output `[B, H, Q, D]`, log-sum-exp `[B, H, Q]`, `Info`."""
+    query, sees = query_BHQD * spec.scale, _sight(policy, spec, pos_B[:, None])
+    tail_ok = jnp.ones((), bool)
+    if policy.selection.reads_all:
+        done, reads = _everything(policy, cache, query, sees, spec, in_one=True)
+    else:
+        visible = sees(cache.pos)[:, :, 0]
+        picked = policy.selection.select(cache.index, query, visible, cache)
+        done, reads, tail_ok = _picked(policy, cache, query, visible, picked, spec)
+    if policy.tailed:
+        done = attention.merge(done, _tail(cache, query, sees, tail_ok, spec))
+    out, lse, entropy = attention.finish(done)
+    return out, lse, Info(entropy, reads)
+
+
+def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):
+    """Queries of T tokens over all that is stored and, causally, over the chunk itself: `[B, T, H, G, D]`; pads give 0."""
+    B, T, H, G, D = query_BTHGD.shape
+    query = jnp.moveaxis(query_BTHGD, 1, 2).reshape(B, H, T * G, D) * spec.scale
+    sees = _sight(policy, spec, jnp.repeat(pos_BT, G, 1))
+    done, _ = _everything(policy, cache, query, sees, spec, in_one=False)
+    if policy.tailed:
+        done = attention.merge(done, _tail(cache, query, sees, jnp.ones((), bool), spec))
+    own = _raw(query, key_BHTD, value_BHTD, sees(jnp.broadcast_to(pos_BT[:, None, None], (B, H, 1, T))), spec)
+    out, _, _ = attention.finish(attention.merge(done, own))
+    return jnp.moveaxis(out.reshape(B, H, T, G, D), 2, 1)
+
+
+def _sight(policy, spec: AttentionSpec, now_BM):
+    """From positions `[B, H, N, P]` to what queries at `now` may see of them, by the model's rules and by the retention's."""
+    now, rule = now_BM[:, None, :, None, None], policy.retention.visibility()
+
+    def sees(pos_BHNP):
+        pos = pos_BHNP[:, :, None]
+        return spec.sees(pos, now) & rule.mask(pos, now)
+
+    return sees
+
+
+def _nothing(query) -> Partial:
+    return attention.nothing(*query.shape)
+
+
+def _in_tail(cache: Cache, number):
+    """Which of the pages `number` have their codes in the tail (the open one, until it is full), `[B, H, N]`."""
+    return (cache.offset < PAGE)[..., None] & (number == cache.open[..., None])
+
+
+def _coded(policy, query, code, ok, spec) -> Partial:
+    logits = spec.cap(policy.codec.keys.scores(query, code["k"]))
+    return attention.partial(logits, ok, lambda w: policy.codec.values.mix(w, code["v"]))
+
+
+def _raw(query, key_BHPD, value_BHPD, ok, spec) -> Partial:
+    """Over a page or a chunk that is not coded."""
+    logits = spec.cap(jnp.einsum("bhqd,bhpd->bhqp", query, key_BHPD))
+    return attention.partial(logits[..., None, :], ok, lambda w: jnp.einsum("bhqp,bhpd->bhqd", w[..., 0, :], value_BHPD))
+
+
+def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
+    """Every visible token: in one pass where that is allowed, codes are read in place and most are live, else by blocks."""
+    B, H, N, _ = cache.pos.shape
+    empty = _nothing(query), jnp.zeros((B, H), jnp.int32)
+
+    def read(start, pages, floor):
+        number = start + jnp.arange(pages)
+        ok = sees(lax.dynamic_slice_in_dim(cache.pos, start, pages, 2)) & (number >= floor)[:, None]
+        reads = ok[:, :, -1].sum((-1, -2), dtype=jnp.int32)
+        if policy.tailed:
+            ok = ok & ~_in_tail(cache, number)[:, :, None, :, None]
+        return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec), reads
+
+    def step(i, carry):
+        done, reads = carry
+        new, more = read(jnp.minimum(i * BLOCK, N - BLOCK), BLOCK, i * BLOCK)
+        return attention.merge(done, new), reads + more
+
+    in_one = in_one and policy.codec.keys.in_place and policy.codec.values.in_place
+    if N <= (2 * BLOCK if in_one else BLOCK):
+        return read(0, N, 0)
+    used = jnp.minimum(-(-cache.opened.max() * policy.unit // PAGE), N)
+    loop = lambda: lax.fori_loop(0, -(-used // BLOCK), step, empty)
+    return lax.cond(2 * used > N, lambda: read(0, N, 0), loop) if in_one else loop()
+
+
+def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
+    """The pages or slots that a selection named, in blocks; tokens read; and which tokens of the tail are among them."""
+    B, H, N, _ = cache.pos.shape
+    index = picked.index
+    single = isinstance(picked, Tokens)
+    fetch = policy.layout.tokens if single else policy.layout.pages
+    view = visible_BHNP.reshape(B, H, -1, 1) if single else visible_BHNP
+    stored, tail_ok = visible_BHNP, jnp.ones((), bool)
+    if policy.tailed:
+        stored = visible_BHNP & ~_in_tail(cache, jnp.arange(N))[..., None]
+        own = cache.open[..., None] * PAGE + jnp.arange(PAGE) if single else cache.open[..., None]
+        tail_ok = (own[..., None] == index[:, :, None]).any(-1)[:, :, None, None]
+    stored = stored.reshape(view.shape)
+    block = min(index.shape[-1], BLOCK * PAGE if single else BLOCK)
+    index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[-1] % block)), constant_values=-1)
+    chosen = lambda of, some: jnp.take_along_axis(of, jnp.maximum(some, 0)[..., None], 2) & (some >= 0)[..., None]
+
+    def step(i, done):
+        some = lax.dynamic_slice_in_dim(index, i * block, block, 2)
+        code = fetch(cache.memory, jnp.maximum(some, 0))
+        return attention.merge(done, _coded(policy, query, code, chosen(stored, some)[:, :, None], spec))
+
+    most = (index >= 0).sum(-1).max()  # ids come first, so only the densest row's blocks are walked
+    done = lax.fori_loop(0, -(-most // block), step, _nothing(query))
+    return done, chosen(view, index).sum((-1, -2), dtype=jnp.int32), tail_ok
+
+
+def _tail(cache: Cache, query, sees, tail_ok, spec) -> Partial:
+    """The open page, exact until it is committed."""
+    key, value = cache.tail
+    pos = jnp.take_along_axis(cache.pos, cache.open[..., None, None], 2)
+    ok = sees(pos) & _in_tail(cache, cache.open[..., None])[:, :, None, :, None] & tail_ok
+    return _raw(query, key, value, ok, spec)

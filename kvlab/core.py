@@ -67,9 +67,9 @@ class Retention:
     """
 
     unit: Any = None
-    evicts = True
-    aligned = False
-    pool = "max"
+    evicts: Any = True
+    aligned: Any = False
+    pool: Any = "max"
 
     def budget(self, prompt: int, total: int, unit: int) -> int:
         """Tokens to keep for a prompt of `prompt` tokens in a sequence that may grow to `total`. Static."""

@@ -217,7 +217,8 @@ class Policy:
 
         A row with nothing to read gives output 0, lse −inf and gradient 0.
         """
-        return Attended(*reading.token(self, cache, query_BHQD, pos_B, spec), cache)
+        out, lse, info = reading.token(self, cache, query_BHQD, pos_B, spec)
+        return Attended(out, lse, info, cache)
 
     def extend(self, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):
         """A chunk of a prompt: its attention over the cache and over itself `[B, T, H, G, D]`, then the cache that holds it too.

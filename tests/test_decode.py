@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvlab import decode as module
+from kvlab import loop
 from kvlab.codec import Int8, Raw
 from kvlab.decode import Engine, bucket
 from kvlab.errors import CapacityError, ConfigError
@@ -59,8 +59,8 @@ def test_positions_are_true_after_eviction(engine):
     local = Engine(tools.tiny_model(windows=(spec["window"],) * 2))
     # the same weights with a local window in the model itself, over a full cache filled by the unwindowed prefill
     full = engine.start(engine.prefill([prompt]), FULL, 4)
-    local_session = module.Session(local, full.policies, full.state, full._forced, (), 4, 0.0)
-    want = local_session.run(4, watch=["logits"]).logits
+    full.engine = local
+    want = full.run(4, watch=["logits"]).logits
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
@@ -75,12 +75,12 @@ def test_forked_rows_continue_one_prompt(engine):
 def test_one_compilation_and_one_prefill_shape():
     """CASES 18: prompts of different lengths in one bucket, and 64 steps, compile once each."""
     engine = Engine(tools.tiny_model(hidden=40))
-    before = module._decode._cache_size(), module._prefill._cache_size()
+    before = loop.decode._cache_size(), loop.prefill._cache_size()
     for n in (70, 90, 128):
         session = engine.start(engine.prefill([ids(n)]), FULL, 128 + 64 - n)
         for _ in range(64):
             session.run(1)
-    assert (module._decode._cache_size() - before[0], module._prefill._cache_size() - before[1]) == (1, 1)
+    assert (loop.decode._cache_size() - before[0], loop.prefill._cache_size() - before[1]) == (1, 1)
     assert [bucket(n) for n in (1, 64, 65, 2048, 2049)] == [64, 64, 128, 2048, 4096]
 
 

@@ -1,6 +1,7 @@
 """Which tokens stay stored: one method a file."""
 
 from kvlab.retention.keep_all import KeepAll
+from kvlab.retention.protect import Protect
 from kvlab.retention.window import Window
 
-RETENTIONS = {"keep_all": KeepAll, "window": Window}
+RETENTIONS = {"keep_all": KeepAll, "window": Window, "protect": Protect}

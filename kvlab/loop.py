@@ -1,0 +1,186 @@
+"""What runs on the device: prefill, filling, chunks and the decode loop, as jitted functions of explicit state.
+
+`kvlab.decode` is the host's side: it checks, counts the room and owns the state that is donated here.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvlab import attention, sampling
+from kvlab.core import EMPTY, Cache, Record, part
+from kvlab.models.config import ModelConfig
+from kvlab.models.transformer import bind
+from kvlab.policy import Policy
+
+
+@part
+class State:
+    """What the loop carries: a cache per layer, and per row the next token, its position, how many were fed, whether done.
+
+    `key_B` and `first_BV` (the position where each token first occurred, or NEVER) serve sampling; () where it is greedy.
+    """
+
+    caches: tuple[Cache, ...]
+    token_B: Any
+    pos_B: Any
+    fed_B: Any
+    done_B: Any
+    key_B: Any = ()
+    first_BV: Any = ()
+
+
+NEVER = np.int32(np.iinfo(np.int32).max)
+
+
+class Steps(NamedTuple):
+    """What n steps of B rows leave: the token sampled after each (−1 where a row had stopped) and what was watched.
+
+    logits `[n, B, V]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens; None if not watched.
+    """
+
+    tokens_nB: Any
+    logits: Any = None
+    entropy: Any = None
+    reads: Any = None
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def prefill(config: ModelConfig, params, tokens_BT, length_B):
+    """Records of all layers and the logits after each row's last token. Pads lie on the right."""
+    model = bind(config, params)
+    pos_T = jnp.arange(tokens_BT.shape[1])
+    pos_BT = jnp.where(pos_T < length_B[:, None], pos_T, EMPTY)
+    records = []
+
+    def attend(layer, query, key, value):
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        records.append(Record(key, value, pos_BT))
+        return attention.prefill(query, key, value, config.attention(layer))
+
+    x = model(tokens_BT, pos_T[None], attend)
+    return tuple(records), model.logits(_last(x, length_B))
+
+
+def _last(x_BTD, length_B):
+    """The output after each row's last token."""
+    return x_BTD[jnp.arange(len(x_BTD)), jnp.maximum(length_B, 1) - 1]
+
+
+@functools.partial(jax.jit, static_argnames="budget")
+def fill(policy: Policy, record: Record, budget: int) -> Cache:
+    """One layer's cache; a jit per layer, so that layers alike are compiled once."""
+    return policy.fill(record, budget)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="caches")
+def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, length_B):
+    """Feeds a chunk of `length` tokens per row from position `first` on: the new caches, and logits after the last one."""
+    model = bind(config, params)
+    step_T = jnp.arange(tokens_BT.shape[1])
+    true_BT = first_B[:, None] + step_T
+    pos_BT = jnp.where(step_T < length_B[:, None], true_BT, EMPTY)
+    new = []
+
+    def attend(layer, query, key, value):
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        out, cache = policies[layer].extend(caches[layer], query, key, value, pos_BT, config.attention(layer))
+        new.append(cache)
+        return out
+
+    x = model(tokens_BT, true_BT, attend)
+    return tuple(new), model.logits(_last(x, length_B))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "n", "watch"), donate_argnames="state")
+def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, stops, n: int, watch: frozenset):
+    """Feeds up to n tokens per row: the forced ones first, then what was sampled (`how`: a `Sampling` of rows, or None)."""
+    model = bind(config, params)
+    B = state.token_B.shape[0]
+    forced = lambda fed: jnp.take_along_axis(forced_BF, jnp.minimum(fed, forced_BF.shape[1] - 1)[:, None], 1)[:, 0]
+    is_forced = lambda fed: (fed < forced_BF.shape[1]) & (forced(fed) >= 0)
+
+    def going(carry):
+        i, state, _ = carry
+        return (i < n) & ~state.done_B.all()  # steps are left, and a row that has not stopped
+
+    def step(carry):
+        i, state, out = carry
+        live = ~state.done_B
+        token = jnp.where(is_forced(state.fed_B), forced(state.fed_B), state.token_B)
+        x, caches, infos = _layers(config, model, policies, state.caches, token, state.pos_B, live)
+        logits = model.logits(x)
+        first = () if how is None else state.first_BV.at[jnp.arange(B), token].min(jnp.where(live, state.pos_B, NEVER))
+        sampled = draw(how, logits, first, state.key_B, state.pos_B + 1)
+        fed = state.fed_B + live
+        stopped = ~is_forced(fed) & (sampled[:, None] == stops).any(-1)
+        watched = {
+            "tokens_nB": jnp.where(live, sampled, -1),
+            "logits": logits,
+            "entropy": jnp.stack([a.entropy_BHQ for a in infos]),
+            "reads": jnp.stack([a.reads_BH for a in infos]),
+        }
+        out = {name: buffer.at[i].set(watched[name]) for name, buffer in out.items()}
+        state = dataclasses.replace(
+            state, caches=caches, token_B=jnp.where(live, sampled, state.token_B), pos_B=state.pos_B + live,
+            fed_B=fed, done_B=state.done_B | stopped, first_BV=first,
+        )  # fmt: skip
+        return i + 1, state, out
+
+    _, state, out = lax.while_loop(going, step, (0, state, _outputs(config, n, B, watch)))
+    return state, Steps(**out)
+
+
+def _layers(config, model, policies, caches, token_B, pos_B, live_B):
+    """One token per row through the model: the last layer's output, the new caches and each layer's diagnostics."""
+    new, infos = [], []
+
+    def attend(layer, query, key, value):
+        policy = policies[layer]
+        cache = policy.append(caches[layer], key, value, pos_B, live_B)
+        done = policy.attend(cache, query, pos_B, config.attention(layer))
+        new.append(done.cache)
+        infos.append(done.info)
+        return done.out_BHQD
+
+    return model(token_B, pos_B, attend), tuple(new), infos
+
+
+def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset) -> dict:
+    L, H, G, V = config.layers, config.kv_heads, config.groups, config.vocab
+    buffers = {
+        "tokens_nB": lambda: jnp.full((n, B), -1, jnp.int32),
+        "logits": lambda: jnp.zeros((n, B, V)),
+        "entropy": lambda: jnp.zeros((n, L, B, H, G)),
+        "reads": lambda: jnp.zeros((n, L, B, H), jnp.int32),
+    }
+    return {name: make() for name, make in buffers.items() if name == "tokens_nB" or name in watch}
+
+
+@jax.jit
+def draw(how, logits_BV, first_BV, key_B, pos_B):
+    """The next token of each row, which will stand at `pos`."""
+    return sampling.draw(how, logits_BV, None if how is None else first_BV < NEVER, key_B, pos_B)
+
+
+@jax.jit
+def pick_rows(policies, caches, index):
+    """The named rows of every layer's cache, in that order."""
+    return tuple(policy.rows(cache, index) for policy, cache in zip(policies, caches))
+
+
+def rows(policies, state: State, index) -> State:
+    """The named rows of a state, in that order."""
+    rest = jax.tree.map(lambda x: x[index], dataclasses.replace(state, caches=()))
+    return dataclasses.replace(rest, caches=pick_rows(policies, state.caches, index))
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def truncate(policies, caches, length_B):
+    """Every layer's cache cut back to `length` tokens per row."""
+    return tuple(policy.truncate(cache, length_B) for policy, cache in zip(policies, caches))

@@ -1,0 +1,63 @@
+"""Some tokens never go."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvlab.core import PAGE, Retention, Visibility, part
+from kvlab.errors import ConfigError
+
+
+@part
+class Protect(Retention):
+    """`inner`, except that the first `sinks` tokens and the last `recent` (the current one included) always stay.
+
+        priority(pos) = ∞ where pos < sinks or pos > now − recent, else inner's
+
+    Protection is a mask, not a large score, so it never loses a tie. The first tokens collect attention that every later
+    token leans on: https://arxiv.org/abs/2309.17453, section 3.1. Errors: ConfigError if inner's budget cannot hold them.
+    """
+
+    inner: Any
+    sinks: int = 4
+    recent: int = 64
+
+    @property
+    def unit(self):
+        return self.inner.unit
+
+    @property
+    def evicts(self):
+        return self.inner.evicts
+
+    @property
+    def aligned(self):
+        return self.inner.aligned
+
+    @property
+    def pool(self):
+        return self.inner.pool
+
+    def budget(self, prompt, total, unit):
+        given, need = self.inner.budget(prompt, total, unit), self.sinks + self.recent
+        if unit > 1:  # the pages of the sinks, and those that `recent` consecutive positions can touch
+            need = (-(-self.sinks // PAGE) + -(-max(self.recent - 1, 0) // PAGE) + 1) * PAGE
+        if min(given, total) < min(need, total):
+            raise ConfigError(
+                f"protect: sinks={self.sinks} and recent={self.recent} need {need} tokens, {self.inner} keeps {given}; "
+                "give it a larger budget or protect fewer"
+            )
+        return given
+
+    def score(self, key, value, pos):
+        return self.inner.score(key, value, pos)
+
+    def priority(self, state, pos, now):
+        safe = (pos < self.sinks) | (pos > now - self.recent)
+        return jnp.where(safe, jnp.inf, self.inner.priority(state, pos, now).astype(jnp.float32))
+
+    def visibility(self):
+        seen = self.inner.visibility()
+        if seen.window is None:
+            return seen
+        return Visibility(jnp.maximum(seen.sinks, self.sinks), jnp.maximum(seen.window, self.recent))

@@ -1,0 +1,220 @@
+"""A batch being decoded, on the host's side: its room, its history, and the state that it lends to the device."""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvlab import loop
+from kvlab.core import PAGE
+from kvlab.errors import CapacityError, ConfigError
+from kvlab.loop import NEVER, State, Steps
+from kvlab.policy import Policy
+from kvlab.sampling import Sampling
+from kvlab.sampling import keys as sampling_keys
+
+if TYPE_CHECKING:
+    from kvlab.decode import Engine
+
+WATCHABLE = frozenset({"logits", "entropy", "reads"})
+CHUNK = 512  # tokens of a turn that go through the layers together
+
+
+class Session:
+    """A batch being decoded. It owns its caches: `run`, `extend` and `truncate` donate them and take the new ones back.
+
+    Attributes:
+      mode: "record" (the prompt was exact and compressed afterwards) or "streamed" (it went through the caches).
+      limit: tokens, prompt included, that a row may come to.
+      fill_seconds: how long filling the caches took.
+      step_seconds: wall time of every `run`, with its number of steps.
+      pending: per row the token that was sampled last and not fed yet; −1 where there is none.
+      tokens: `[B][samples]`: the token sampled after the prompt, after every step and after every turn (−1: none).
+    """
+
+    def __init__(
+        self, engine: "Engine", policies: Sequence[Policy], state: State, limit: int, forced: Sequence[Sequence[int]],
+        stops: Sequence[int], sampling: Sampling | None, seed: int | Sequence[int], mode: str = "record",
+    ):  # fmt: skip
+        B = len(state.token_B)
+        if len(forced) not in (0, B):
+            raise ConfigError(f"forced tokens for {len(forced)} rows of {B}; give one list for each row, or none")
+        self.engine, self.policies, self.limit, self.mode = engine, tuple(policies), limit, mode
+        self.fill_seconds = 0.0
+        self.step_seconds: list[tuple[float, int]] = []
+        width = -(-max([len(f) for f in forced] + [1]) // PAGE) * PAGE  # so that lengths close by share a trace
+        self._forced = padded(forced or [[]] * B, width, -1)
+        self._stops = jnp.asarray(list(stops) or [-2], jnp.int32)
+        self._how = sampling and sampling.rows(B)
+        if sampling:
+            first = jnp.full((B, engine.config.vocab), NEVER)
+            state = dataclasses.replace(state, key_B=sampling_keys(seed, B), first_BV=first)
+        self.state = state
+        self._has_next = np.zeros(B, bool)
+        self._sampled: list[np.ndarray] = []
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def run(self, n: int = 1, watch: Sequence[str] = ()) -> Steps:
+        """Feeds n tokens per row in one jitted loop, which ends early once every row has stopped.
+
+        Args:
+          watch: what to return besides tokens: "logits", "entropy", "reads".
+        Errors: CapacityError before the loop when fewer than n tokens fit; the session stays usable.
+        """
+        if unknown := set(watch) - WATCHABLE:
+            raise ConfigError(f"watch={sorted(unknown)} is unknown; allowed: {', '.join(sorted(WATCHABLE))}")
+        if n > self.room:
+            raise CapacityError(f"{n} more tokens asked for, {self.room} fit; start the session with a larger new_tokens")
+        if not self._has_next.all():
+            raise ConfigError(f"rows {np.flatnonzero(~self._has_next).tolist()} were cut back; extend them by a token first")
+        begin = time.perf_counter()
+        args = self.engine.config, self.engine.model.params, self.policies, self.state, self._how, self._forced, self._stops
+        self.state, steps = jax.block_until_ready(loop.decode(*args, n=n, watch=frozenset(watch)))
+        self.step_seconds.append((time.perf_counter() - begin, n))
+        self._sampled.append(np.asarray(steps.tokens_nB))
+        return steps
+
+    def stream(self, n: int, each: Callable[[np.ndarray], None], every: int = 1) -> None:
+        """Runs up to n steps, handing the new tokens `[B, ≤ every]` to `each` as they come (−1 where a row had stopped)."""
+        while n > 0 and not self.done:
+            steps = self.run(min(every, n))
+            each(np.asarray(steps.tokens_nB).T)
+            n -= every
+
+    # ------------------------------------------------------------------------------------------------ turns and rollback
+
+    def extend(self, turns: Sequence[Sequence[int]]) -> None:
+        """Feeds more tokens to each row in chunks (none to a row with an empty list) and samples the next one.
+
+        Rows that had stopped go on. The pending token is not fed unless it is the turn's first. Errors: CapacityError.
+        """
+        if len(turns) != len(self.lengths) or not any(map(len, turns)):
+            raise ConfigError(f"a turn for each of {len(self.lengths)} rows is needed, and a token in one; given: {len(turns)}")
+        if (self._forced >= 0).sum(1).max() > np.asarray(self.state.fed_B).min():
+            raise ConfigError("forced tokens are waiting to be fed; run them first")
+        longest = int((self.lengths + [len(t) for t in turns]).max())
+        if longest > self.limit:
+            raise CapacityError(f"the turn makes {longest} tokens, the session holds {self.limit}; start it with more new_tokens")
+        config, params, logits = self.engine.config, self.engine.model.params, None
+        for begin in range(0, max(map(len, turns)), CHUNK):
+            part = [t[begin : begin + CHUNK] for t in turns]
+            count = np.array([len(t) for t in part], np.int32)
+            tokens = padded(part, bucket(max(count)))
+            caches, new = loop.extend(config, params, self.policies, self.state.caches, tokens, self.state.pos_B, count)
+            self.state = dataclasses.replace(self.state, caches=caches, pos_B=self.state.pos_B + count)
+            logits = new if logits is None else jnp.where((count > 0)[:, None], new, logits)
+        self.continue_from(turns, logits)
+
+    def continue_from(self, turns: Sequence[Sequence[int]], logits_BV) -> None:
+        """Samples the next token of the rows that were just fed `turns`."""
+        fed = np.array([len(t) > 0 for t in turns])
+        state = self.state
+        if self._how is not None:
+            first = np.array(state.first_BV)
+            for row, ids, end in zip(first, turns, self.lengths):
+                np.minimum.at(row, np.asarray(ids, int), np.arange(end - len(ids), end))
+            state = dataclasses.replace(state, first_BV=jnp.asarray(first))
+        token = loop.draw(self._how, logits_BV, state.first_BV, state.key_B, state.pos_B)
+        waiting = (self._forced[:, 0] >= 0) & (np.asarray(state.fed_B) == 0)
+        stopped = np.isin(token, self._stops) & ~waiting
+        self.state = dataclasses.replace(
+            state,
+            token_B=jnp.where(fed, token, state.token_B),
+            done_B=jnp.asarray(np.where(fed, stopped, state.done_B)),
+        )
+        self._has_next |= fed
+        self._sampled.append(np.where(fed, token, -1)[None])
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Cuts each row back to its first tokens; `extend` must follow. Exact: what remains is as if no more had come.
+
+        Errors: CapacityError where tokens that a row of this length would still have were dropped since.
+        """
+        length = np.asarray(lengths, np.int32)
+        if length.shape != self.lengths.shape or (length < 1).any() or (length > self.lengths).any():
+            raise ConfigError(f"truncate to {list(lengths)}; allowed: for each row from 1 to {self.lengths.tolist()}")
+        for layer, cache in enumerate(self.state.caches):
+            lost = np.asarray(cache.lost).max(1)
+            if (cut := (length < self.lengths) & (length <= lost)).any():
+                row = int(np.argmax(cut))
+                raise CapacityError(
+                    f"row {row} cannot be cut back to {length[row]} tokens: layer {layer} dropped tokens when number "
+                    f"{lost[row]} came; allowed: from {lost[row] + 1}, or a retention with a larger budget"
+                )
+        cut = length < self.lengths
+        caches = loop.truncate(self.policies, self.state.caches, length)
+        self.state = dataclasses.replace(self.state, caches=caches, pos_B=jnp.asarray(length))
+        if self._how is not None:
+            first = jnp.where(self.state.first_BV < length[:, None], self.state.first_BV, NEVER)
+            self.state = dataclasses.replace(self.state, first_BV=first)
+        self._has_next &= ~cut
+        left = min(int(policy.room(cache).min()) for policy, cache in zip(self.policies, caches))
+        self.limit = min(self.limit, int(length.min()) + left)
+
+    def rows(self, index: Sequence[int], tokens: Sequence[int] | None = None) -> "Session":
+        """Another session with the named rows, in that order (a row named twice is forked); this one stays usable.
+
+        Args:
+          tokens: what each row is fed next instead of what it had sampled.
+        """
+        pick = np.asarray(index)
+        if not len(pick) or pick.min() < 0 or pick.max() >= len(self.lengths):
+            raise ConfigError(f"rows {list(index)}; allowed: one or more of 0 … {len(self.lengths) - 1}")
+        other = copy.copy(self)
+        other.state = loop.rows(self.policies, self.state, pick)
+        other._how = jax.tree.map(lambda x: x[pick], self._how)
+        other._forced, other._has_next = self._forced[pick], self._has_next[pick]
+        other._sampled, other.step_seconds = [x[:, pick] for x in self._sampled], []
+        if tokens is not None:
+            other.state = dataclasses.replace(other.state, token_B=jnp.asarray(tokens, jnp.int32))
+            other._has_next = np.ones(len(pick), bool)
+            other._sampled[-1] = np.asarray(tokens)[None]
+        return other
+
+    # ------------------------------------------------------------------------------------------------------ what there is
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens fed per row, prompt included."""
+        return np.asarray(self.state.pos_B)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be fed to the longest row."""
+        return self.limit - int(self.lengths.max())
+
+    @property
+    def pending(self) -> np.ndarray:
+        return np.where(self._has_next, np.asarray(self.state.token_B), -1)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.concatenate(self._sampled).T
+
+    @property
+    def done(self) -> bool:
+        return bool(np.asarray(self.state.done_B).all())
+
+    def answers(self) -> list[list[int]]:
+        """What each row sampled after its forced tokens, without the stop token."""
+        given = (self._forced >= 0).sum(1)
+        return [[t for t in row[k:].tolist() if t >= 0 and t not in self._stops] for row, k in zip(self.tokens, given)]
+
+
+def bucket(length: int) -> int:
+    """The power of two, at least a page, that a prompt is padded to."""
+    return max(PAGE, 1 << (int(length) - 1).bit_length())
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, fill: int = 0) -> np.ndarray:
+    """Ragged rows of token ids as one array `[B, width]`."""
+    made = np.full((len(rows), width), fill, np.int32)
+    for row, ids in zip(made, rows):
+        row[: len(ids)] = ids
+    return made

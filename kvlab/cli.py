@@ -87,13 +87,12 @@ def plan(
     json_: Json = None,
 ) -> None:
     """What a model takes in memory under a policy, by level and layer, and what would fit."""
-    from kvlab import plan as planning
-    from kvlab import plan_table
+    from kvlab.plan import inputs, table
 
     sys.path[:0] = [str(Path(p).resolve().parent) for p in policy if p.endswith(".toml")]  # parts may lie beside the file
-    label, figures = planning.answer(model, dims, batch, length, new_tokens, policy, dtype, memory, exact)
-    plan_table.show(figures, label)
-    write_json(json_, plan_table.as_json(figures, label))
+    label, figures = inputs.answer(model, dims, batch, length, new_tokens, policy, dtype, memory, exact)
+    table.show(figures, label)
+    write_json(json_, table.as_json(figures, label))
 
 
 @bench.command()

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab import cli, memory, parts, plan_table, workspace
+from kvlab import cli, memory, parts
 from kvlab.codec import Int8, Raw
 from kvlab.core import Selection, part
 from kvlab.decode import Engine
 from kvlab.errors import CapacityError, ConfigError, KvlabError, RefusedPolicy
 from kvlab.layout import Contiguous
-from kvlab.plan import Dims, most, parse_bytes, plan, read_policies, room
+from kvlab.plan import Dims, most, plan, room, table, workspace
+from kvlab.plan.inputs import parse_bytes, read_dims, read_policies
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
@@ -48,7 +49,7 @@ POLICIES = {
     "scores": Policy(tools.KeyNorm(), Raw(), Contiguous(), ReadAll()),
     "index": Policy(KeepAll(), Raw(), Contiguous(), Means()),
 }
-BIG = Dims.read("layers=48,kv_heads=8,head_dim=128")
+BIG = read_dims("layers=48,kv_heads=8,head_dim=128")
 HALF = (POLICIES["float16"],) * 48
 
 
@@ -67,7 +68,7 @@ def test_figures_known_by_hand():
     got = plan(BIG, HALF, 8, 131_072)
     assert got.total("cache") == 206_158_430_208
     assert got.total("metadata") == 48 * 8 * 8 * (131_072 * 4 + 3 * 4)
-    llama = plan(Dims.read("layers=32,kv_heads=8,head_dim=128"), HALF[:32], 1, 8192)
+    llama = plan(read_dims("layers=32,kv_heads=8,head_dim=128"), HALF[:32], 1, 8192)
     assert llama.total("cache") == 131_072 * 8192
 
 
@@ -114,7 +115,7 @@ def test_every_formula_gives_its_figure():
     """What the table says about a figure, worked out, is that figure."""
     policies = (POLICIES["tailed"], WHOLE)
     got = plan(tiny(), policies, 3, 600, 50, memory=10**9)
-    checked = {name.strip(): (value, how) for name, value, how in plan_table.explain(got)}
+    checked = {name.strip(): (value, how) for name, value, how in table.explain(got)}
     for name in ("weights", "cache", "metadata", "records", "prefill", "decode"):
         value, how = checked[name]
         text = re.sub(r"(?<=\d),(?=\d{3})", "", how).replace("×", "*")
@@ -189,7 +190,7 @@ def test_most(edge, limit):
 def test_weights_of_dims():
     dims = "layers=2,kv_heads=2,head_dim=16,heads=6,hidden=48,ffn=96,vocab=256"
     model = tools.tiny_model()
-    assert plan(Dims.read(dims), (WHOLE,) * 2, 1, 64).weights == memory.resident(model.params)
+    assert plan(read_dims(dims), (WHOLE,) * 2, 1, 64).weights == memory.resident(model.params)
     assert workspace.weights(model.config)["embedding"].shape == (256, 48)
 
 
@@ -219,8 +220,7 @@ def test_sizes_that_are_none(text):
 def test_a_policy_file(tmp_path, head):
     file = tmp_path / "p.toml"
     file.write_text(head + 'retention = { name = "window", size = 60 }\ncodec = "int8"\n')
-    table = parts.read_policy(file)
-    assert parts.policy(table) == Policy(Window(60, 4), Int8(), Contiguous(), ReadAll())
+    assert parts.policy(parts.read_policy(file)) == Policy(Window(60, 4), Int8(), Contiguous(), ReadAll())
     label, made = read_policies([str(file), "retention.size=90", "codec.scale=channel"], None, 2)
     assert made[1] == Policy(Window(90, 4), Int8("channel"), Contiguous(), ReadAll()) and "90" in label
 
@@ -256,6 +256,15 @@ def test_policy_files_that_are_wrong(tmp_path, text, message):
         parts.read_policy(file)
     with pytest.raises(KvlabError, match="No such file"):
         parts.read_policy(tmp_path / "missing.toml")
+
+
+def test_a_named_model(monkeypatch, tmp_path):
+    file = tmp_path / "p.json"
+    assert not kvlab(monkeypatch, "plan", "--model", "smollm2-135m", "--memory", "24GB", "--json", str(file))
+    got = json.loads(file.read_text())
+    assert got["weights_bytes"] == 4 * 134_515_008 and len(got["layers"]) == 30 and got["length"] == 8192
+    assert got["fits"] and got["largest_batch"] >= 8 and got["longest_context"] == 8192
+    assert got["cache_bytes"] == memory.kv_bytes(8, 8192, 30, 3, 64, 4)
 
 
 DIMS = ("--dims", "layers=2,kv_heads=2,head_dim=16")

@@ -5,7 +5,8 @@ from typing import Any
 
 from kvlab import memory
 from kvlab.core import PAGE
-from kvlab.plan import INNER, LEVELS, SLACK, Layer, Plan
+from kvlab.plan import LEVELS, SLACK, Layer, Plan
+from kvlab.plan.inputs import INNER
 
 ESTIMATE_NOTE = "workspace is an estimate; --exact takes it from XLA"
 

@@ -69,6 +69,32 @@ def fetch(
     write_json(json_, {"model": name, "folder": str(folder)})
 
 
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Option(help="A model, such as smollm2-135m; or give --dims.")] = None,
+    dims: Annotated[
+        str | None, typer.Option(help="layers=48,kv_heads=8,head_dim=128[,heads=…,hidden=…,ffn=…,vocab=…][,context=…]")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 8,
+    length: Annotated[int | None, typer.Option(help="Prompt tokens; the model's context, or 131072.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to make room for after the prompt.")] = 0,
+    policy: Annotated[
+        list[str], typer.Option(help="A .toml file, or codec=int8, retention.size=512 and so on. May be repeated.")
+    ] = [],  # noqa: B006
+    dtype: Annotated[str | None, typer.Option(help="Short for a raw codec: float32, float16 or bfloat16.")] = None,
+    memory: Annotated[str | None, typer.Option(help="What there is: 24GB, 24GiB or bytes.")] = None,
+    exact: Annotated[bool, typer.Option(help="Take the workspace from XLA (compiles the model).")] = False,
+    json_: Json = None,
+) -> None:
+    """What a model takes in memory under a policy, by level and layer, and what would fit."""
+    from kvlab.plan import inputs, table
+
+    sys.path[:0] = [str(Path(p).resolve().parent) for p in policy if p.endswith(".toml")]  # parts may lie beside the file
+    label, figures = inputs.answer(model, dims, batch, length, new_tokens, policy, dtype, memory, exact)
+    table.show(figures, label)
+    write_json(json_, table.as_json(figures, label))
+
+
 @bench.command()
 def decode(
     model: Annotated[str, typer.Option()] = "smollm2-135m",

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,33 @@ def policy(table: dict[str, Any], where: str = "policy") -> Policy:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, [*KINDS, 'label'])}")
     parts = {kind: build(table.get(kind, plain), registry, f"{where}.{kind}") for kind, (registry, plain) in KINDS.items()}
     return Policy(**parts)
+
+
+def read_policy(path: str | Path) -> dict[str, Any]:
+    """The table of one policy from a TOML file: its parts at the top or under [policy]. Errors: ConfigError."""
+    table, layers = read_layers(path)
+    if layers:
+        raise ConfigError(f"{path}: layers; here one policy serves all layers, leave them out")
+    return table
+
+
+def read_layers(path: str | Path) -> tuple[dict[str, Any], list[Any]]:
+    """As `read_policy`, and the file's `layers = [{range = [first, last], policy = {...}}]`. Checked as far as parts go."""
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from error
+    layers = raw.pop("layers", [])
+    table = raw.pop("policy", None)
+    if table is None:
+        table, raw = raw, {}
+    if raw or not isinstance(table, dict) or not isinstance(layers, list):
+        wrong = ", ".join(raw) or ("layers" if isinstance(table, dict) else "policy")
+        raise ConfigError(f"{path}: {wrong}; allowed: the parts ({', '.join(KINDS)}) at the top or under [policy], and layers")
+    policy(table, str(path))
+    return table, layers
 
 
 def describe(table: dict[str, Any]) -> str:

@@ -193,7 +193,7 @@ def _caches(dims: Dims, policies, batch: int, length: int, new_tokens: int) -> l
 def _layer(policy: Policy, budget: int, cache: Cache, dims: Dims, batch: int, weights: int) -> Layer:
     memory = size(cache.memory)
     own = max(memory - batch * dims.kv_heads * page_bytes(policy, dims.head_dim) * -(-budget // PAGE), 0)
-    metadata = size((cache.pos, cache.opened, cache.open, cache.offset, cache.tail))
+    metadata = size((cache.pos, cache.opened, cache.open, cache.offset, cache.lost, cache.tail))
     return Layer(policy, budget, weights, memory - own, metadata, size(cache.index), size(cache.retained) + own)
 
 

@@ -63,7 +63,7 @@ def _codes(plan: Plan, count: int, layer: Layer) -> str:
 
 def _metadata(plan: Plan, count: int, layer: Layer) -> str:
     tail = f" + tail 2 × {PAGE} × {plan.dims.head_dim} × 4" if layer.policy.tailed else ""
-    return f"{count} layers × {_rows(plan)} × ({_pages(layer):,} pages × {PAGE} positions × 4 + 3 counters × 4{tail} B)"
+    return f"{count} layers × {_rows(plan)} × ({_pages(layer):,} pages × {PAGE} positions × 4 + 4 counters × 4{tail} B)"
 
 
 def _rows(plan: Plan) -> str:

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from kvlab import decode, memory
+from kvlab import loop, memory
 from kvlab.core import BLOCK, PAGE, Cache, Record
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import ROWS, skeleton
 from kvlab.policy import Policy
+from kvlab.session import bucket
 
 QUERY_BLOCK = 512  # tokens whose logits prefill holds at a time, as in `kvlab.attention.prefill`
 
@@ -44,7 +45,7 @@ class Workspace:
 
 def record(batch: int, kv_heads: int, head_dim: int, length: int) -> Record:
     """The shapes of one layer's record of a prompt, which is padded to its bucket."""
-    tokens = decode.bucket(length)
+    tokens = bucket(length)
     vector = jax.ShapeDtypeStruct((batch, kv_heads, tokens, head_dim), "float32")
     return Record(vector, vector, jax.ShapeDtypeStruct((batch, tokens), "int32"))
 
@@ -56,7 +57,7 @@ def weights(config: ModelConfig) -> dict:
 
 def estimate(dims, policies: Sequence[Policy], budgets: Sequence[int], batch: int, length: int) -> Workspace:
     """By arithmetic. Of a model whose inner dimensions are unknown only the records are counted."""
-    tokens = decode.bucket(length)
+    tokens = bucket(length)
     kept = 4 * dims.layers * batch * tokens * (2 * dims.kv_heads * dims.head_dim + 1)
     how = f"{dims.layers} layers × {batch} rows × {tokens:,} tokens × (2 × {dims.kv_heads} × {dims.head_dim} + 1) × 4 B"
     if dims.config is None:
@@ -104,11 +105,11 @@ def exact(config: ModelConfig, policies: Sequence[Policy], caches: Sequence[Cach
     """By XLA's account of the two programs, compiled for this backend but not run; takes as long as compiling does."""
     shape: Any = jax.ShapeDtypeStruct
     ints, params = shape((batch,), "int32"), weights(config)
-    tokens = shape((batch, decode.bucket(length)), "int32")
-    first = memory.compiled(decode._prefill.lower(config, params, tokens, ints).compile())
-    state = decode.State(tuple(caches), ints, ints, ints, shape((batch,), "bool"))
+    tokens = shape((batch, bucket(length)), "int32")
+    first = memory.compiled(loop.prefill.lower(config, params, tokens, ints).compile())
+    state = loop.State(tuple(caches), ints, ints, ints, shape((batch,), "bool"))
     forced, stops = shape((batch, PAGE), "int32"), shape((1,), "int32")
-    lowered = decode._decode.lower(config, params, tuple(policies), state, forced, stops, n=1, watch=frozenset())
+    lowered = loop.decode.lower(config, params, tuple(policies), state, None, forced, stops, n=1, watch=frozenset())
     step = memory.compiled(lowered.compile())
     how = {
         "records": "outputs of the compiled prefill",

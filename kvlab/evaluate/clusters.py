@@ -1,7 +1,7 @@
 """Items summed by cluster.
 
 The cluster, not the item, is what was sampled: variance is taken between clusters, quantiles are Student's with clusters − 1
-degrees of freedom (Cameron & Miller, 2015, https://doi.org/10.3368/jhr.50.2.317, section VI: few clusters).
+degrees of freedom (Cameron & Miller, 2015, https://doi.org/10.3368/jhr.50.2.317).
 """
 
 import math
@@ -27,7 +27,7 @@ class Grouped(NamedTuple):
         return float(self.items.mean())
 
     def variance(self) -> float:
-        """Variance of the mean: K/(K−1) Σ_k (total_k − size_k · mean)² / n² (a ratio estimator; Cochran, 1977, eq. 6.13)."""
+        """Variance of the mean: K/(K−1) Σ_k (total_k − size_k · mean)² / n² (a ratio estimator; Cochran, 1977, chapter 6)."""
         k = len(self.totals)
         return (
             float(((self.totals - self.sizes * self.mean) ** 2).sum() * k / (k - 1) / len(self.items) ** 2) if k > 1 else math.inf

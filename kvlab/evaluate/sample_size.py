@@ -27,7 +27,7 @@ def units_needed(variance: float, margin: float, alpha: float = 0.05, power: flo
 def minimum_detectable(error: float, clusters: float = math.inf, alpha: float = 0.05, power: float = POWER) -> float:
     """The smallest margin that a standard error settles with `power`, if nothing changed: (z_1−α + z_power) · error.
 
-    With few clusters the factor is the noncentrality at which Student's test has that power (Julious, 2004, section 2).
+    With few clusters the factor is the noncentrality at which Student's test has that power (Julious, 2004).
     """
     check_alpha(alpha)
     return noncentrality(clusters, alpha, power) * error if clusters > 1 else math.inf

@@ -86,9 +86,9 @@ def binary_difference(policy, reference, clusters=None, alpha: float = 0.05) -> 
     n, k = len(a), len(grouped.totals)
     gains, losses = int((a > b).sum()), int((a < b).sum())
     estimated, used = design_effect(grouped, gains + losses)
-    low, high = -1.0, 1.0
-    if k > 1 or not grouped.clustered:
-        low, high = tango(gains / used, losses / used, n / used, grouped.quantile(1 - alpha))
+    if grouped.clustered and k < 2:
+        return Estimate(grouped.mean, -1.0, 1.0, n, k, True, math.inf)
+    low, high = tango(gains / used, losses / used, n / used, grouped.quantile(1 - alpha))
     discordance = (gains + losses + 0.5) / (n + 1)  # half an event more, so that none seen does not plan for none
     doubt = estimated / discordance, n / k / discordance
     return Estimate(grouped.mean, low, high, n, k, grouped.clustered, discordance * estimated, doubt)
@@ -149,7 +149,7 @@ def bootstrap(grouped: Grouped, alpha: float = 0.05, seed: int = 0, resamples: i
     """Percentile interval of the mean over resampled clusters, each with all its items (Davison & Hinkley, 1997, ch. 5.3).
 
     Its level is Φ(−√(K/(K−1)) t_1−α) instead of alpha, which makes up for the missing K/(K−1) and for Student's tails
-    (Hesterberg, 2015, https://doi.org/10.1080/00031305.2015.1089789, section 5.3). Percentile rather than BCa: for a mean over
+    (Hesterberg, 2015, https://doi.org/10.1080/00031305.2015.1089789). Percentile rather than BCa: for a mean over
     many clusters the two agree, and BCa's acceleration is a third moment, which few clusters cannot give. With few of them
     resamples take few values, so use `mean_difference`.
     """

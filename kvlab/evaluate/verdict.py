@@ -4,6 +4,7 @@
     fail           the interval excludes every loss smaller than the margin (worse by more than the margin, one-sided alpha)
     underpowered   neither: this many items cannot tell
 
+Non-inferiority by a confidence interval as in Piaggio et al. (2012, https://doi.org/10.1001/jama.2012.87802, figure 1).
 A difference that is not significant is no pass. Each verdict has its own alpha; nothing is corrected for asking of several
 policies (`statistics.holm` does that for p values).
 """

@@ -55,9 +55,11 @@ def group(values, clusters: Sequence[Any] | np.ndarray | None = None) -> Grouped
         return Grouped(items, items, np.ones(len(items)), False)
     if len(clusters) != len(items):
         raise KvlabError(f"statistics: {len(items)} values but {len(clusters)} cluster names; give one for each")
-    number: dict[Any, int] = {}
-    names = clusters.tolist() if isinstance(clusters, np.ndarray) else clusters
-    index = np.array([number.setdefault(c, len(number)) for c in names])
+    if isinstance(clusters, np.ndarray):
+        index = np.unique(clusters, return_inverse=True)[1]
+    else:  # any names that can be hashed, tuples too
+        number: dict[Any, int] = {}
+        index = np.array([number.setdefault(c, len(number)) for c in clusters])
     return Grouped(items, np.bincount(index, items), np.bincount(index).astype(float), True)
 
 

@@ -16,7 +16,7 @@ import tomli_w
 import kvlab
 from kvlab import cli
 from kvlab.errors import ConfigError, KvlabError, RefusedPolicy, ResultsError
-from kvlab.experiment import config
+from kvlab.experiment import compare, config, report
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
 from tests import tools
@@ -90,6 +90,47 @@ def test_results_show_what_survived_and_in_which_words(on_tiny, tmp_path):
         kvlab.results.load(tmp_path)
 
 
+def test_verdicts_stand_beside_the_figures(on_tiny, tmp_path, capsys):
+    """A random model finds nothing: no discordant pair, so the intervals must stay open; its window changes likelihoods."""
+    frame = kvlab.run({**SMALL, "verdict": {"accuracy_margin": 0.02, "alpha": 0.1}}, out=tmp_path).set_index("policy")
+    full, window = frame.loc["full"], frame.loc["window size 60 sinks 4"]
+    assert list(frame["verdict"]) == ["reference", "underpowered", "underpowered"] and full["nll_verdict"] == "reference"
+    assert (full["accuracy_difference"], full["accuracy_difference_low"], full["items_needed"]) == (0, 0, 0)
+    assert window["accuracy_difference_low"] < -0.5 and window["accuracy_difference_high"] > 0.5
+    assert window["accuracy_low"] <= window["accuracy"] < window["accuracy_high"] and window["items_needed"] > 100
+    assert window["delta_nll_low"] < window["delta_nll"] < window["delta_nll_high"] and window["documents_needed"] > 2
+    t = 3.0776835  # Student's with one degree of freedom, at 0.9: two documents
+    rows = kvlab.results.load(tmp_path / "small").query("policy == 'window size 60 sinks 4' and task == 'likelihood'")
+    means = np.array([np.mean(np.subtract(r["nll"], r["nll_reference"])) for _, r in rows.iterrows()])
+    assert window["delta_nll_high"] - window["delta_nll"] == pytest.approx(t * means.std(ddof=1) / np.sqrt(2), rel=1e-4)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "underpowered (needs " in shown and "[low, high]: 80% intervals" in shown and "under 0.02 of accuracy" in shown
+
+
+def test_an_accuracy_verdict_pairs_the_same_samples():
+    full, window = (config.Cell({"name": "m"}, {"name": "needle"}, policy) for policy in ({}, {"codec": "int8"}))
+    assert compare.is_full(full) and not compare.is_full(window)
+    assert compare.is_full(config.Cell({}, {}, {"label": "by another name", "codec": {"name": "raw"}}))
+    layers = (config.LayerOverride((0, 1), {"codec": "int8"}),)
+    assert not compare.is_full(config.Cell({}, {}, {"label": "full"}, layers))
+    keys = [(full.group, batch, i) for batch in range(20) for i in range(10)]
+    theirs = {key: {"correct": True, "context": key[1]} for key in keys}
+    mine = {key: {"correct": key[2] < 7, "context": key[1]} for key in reversed(keys)}
+    made = compare.accuracy(mine, theirs, False, config.Margins(accuracy_margin=0.1))
+    assert made["verdict"] == "fail" and made["accuracy_difference"] == pytest.approx(-0.3)
+    other = compare.accuracy({("elsewhere", 0, 0): {"correct": True}}, theirs, False, config.Margins())
+    assert other["verdict"] == "no reference" and np.isnan(other["accuracy_difference"])
+
+
+def test_without_a_full_cache_there_are_intervals_and_no_verdicts(on_tiny, tmp_path):
+    """One document, so its interval is infinite, which JSON cannot say."""
+    tasks = [{**task, "contexts": 1} for task in SMALL["grid"]["task"]]
+    frame = kvlab.run({**SMALL, "grid": {"task": tasks, "policy": SMALL["grid"]["policy"][1:2]}}, out=tmp_path)
+    assert {"accuracy_low", "delta_nll_high"} <= set(frame) and not {"verdict", "nll_verdict", "items_needed"} & set(frame)
+    assert frame["delta_nll_high"].iloc[0] == np.inf
+    assert report.as_json(frame)["policies"]["window size 60 sinks 4"]["delta_nll_high"] is None
+
+
 def test_finished_batches_are_not_computed_again(on_tiny, tmp_path, monkeypatch):
     """CASES 31: after a crash in the middle, the config and finished samples are there and are used."""
     whole = kvlab.run(SMALL, out=tmp_path / "a")
@@ -142,6 +183,9 @@ def test_layers_may_have_policies_of_their_own(on_tiny, tmp_path):
     "change,message",
     [
         ({"grids": {}}, "unknown key 'grids'; did you mean 'grid'"),
+        ({"verdict": {"acuracy_margin": 0.1}}, "verdict: unknown key 'acuracy_margin'; did you mean 'accuracy_margin'"),
+        ({"verdict": {"alpha": "0.05"}}, "Expected `float`, got `str`"),
+        ({"verdict": {"nll_margin": 0}}, "nll_margin > 0"),
         ({"base": {"modle": {}}}, "unknown key 'modle'; did you mean 'model'"),
         ({"grid": {"task": [{"name": "needel"}]}}, "no 'needel'; did you mean 'needle'"),
         ({"grid": {"task": [{"name": "needle", "lenght": 9}]}}, "no option 'lenght'; did you mean 'length'"),
@@ -236,7 +280,8 @@ def test_kill_and_run_again(on_tiny, tmp_path):
     rows = json.loads((tmp_path / "again.json").read_text())["policies"]
     for _, row in without_times(whole).iterrows():
         for column, value in row.drop("policy").items():
-            assert rows[row["policy"]][column] == pytest.approx(value, rel=1e-9), column
+            expected = value if isinstance(value, str) else pytest.approx(value, rel=1e-9)
+            assert rows[row["policy"]][column] == expected, column
 
 
 @pytest.mark.parametrize(

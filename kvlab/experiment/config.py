@@ -6,6 +6,7 @@ expect   = "..."            what is expected, and how long it takes
 [grid]                      "dotted.path" = [values]: every combination
 [zip]                       "dotted.path" = [values]: lists walked together
 [smoke]                     "dotted.path" = value: makes it small
+[verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 """
 
 import copy
@@ -74,6 +75,21 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(made)
 
 
+class Margins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Losses against the full cache that would matter, fixed before the run.
+
+    `accuracy_margin` is a share (0.01 is one point), `nll_margin` nats a token, `alpha` the one-sided level of each verdict.
+    """
+
+    accuracy_margin: float = 0.01
+    nll_margin: float = 0.01
+    alpha: float = 0.05
+
+    def __post_init__(self):
+        if not (0 < self.accuracy_margin < 1 and self.nll_margin > 0 and 0 < self.alpha < 0.5):
+            raise ConfigError(f"verdict: {self}; allowed: 0 < accuracy_margin < 1, nll_margin > 0, 0 < alpha < 0.5")
+
+
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file as it stands."""
 
@@ -83,12 +99,17 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: dict[str, list[Any]] = {}
     zip: dict[str, list[Any]] = {}
     smoke: dict[str, Any] = {}
+    verdict: dict[str, Any] = {}
+
+    @property
+    def margins(self) -> Margins:
+        return _convert(self.verdict, Margins, "verdict")
 
 
 def read(source: str | Path | dict) -> tuple[str, Experiment]:
     """An experiment and its name, from a file or from the same tables in Python. Errors: ConfigError."""
     if isinstance(source, dict):
-        return source.get("name", "experiment"), _convert({k: v for k, v in source.items() if k != "name"}, Experiment, "config")
+        return source.get("name", "experiment"), _experiment({k: v for k, v in source.items() if k != "name"}, "config")
     path = Path(source)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -96,7 +117,13 @@ def read(source: str | Path | dict) -> tuple[str, Experiment]:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from error
-    return path.stem, _convert(raw, Experiment, str(path))
+    return path.stem, _experiment(raw, str(path))
+
+
+def _experiment(raw: dict, where: str) -> Experiment:
+    made = _convert(raw, Experiment, where)
+    _ = made.margins  # a wrong table is refused before anything runs
+    return made
 
 
 def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = False) -> list[Cell]:

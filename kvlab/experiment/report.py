@@ -1,19 +1,22 @@
 """What a run shows when it is done: a table, a picture, and the frame behind them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
-from kvlab.experiment import config, store
+from kvlab.experiment import compare, config, store
 
 TIME_COLUMNS = ("tokens_per_s", "ms_per_token_p50", "ms_per_token_p99", "time_to_first_token")
 
-# what the table shows: column → heading, format
+# what the table shows: column → heading, format; beside it stand its interval, or what an open verdict needs
 SHOWN = {
     "accuracy": ("accuracy", "{:.3f}"),
+    "verdict": ("verdict", "{}"),
     "kl_mean": ("KL mean", "{:.4f}"),
     "kl_99": ("KL 99 %", "{:.3f}"),
     "same_top1": ("same top-1", "{:.3f}"),
     "delta_nll": ("ΔNLL", "{:+.4f}"),
+    "nll_verdict": ("NLL verdict", "{}"),
     "resident_bytes": ("resident MB", "{:.1f}"),
     "nominal_ratio": ("nominal", "{:.3f}"),
     "logical_ratio": ("logical", "{:.3f}"),
@@ -23,6 +26,8 @@ SHOWN = {
     "ms_per_token_p99": ("p99 ms", "{:.1f}"),
     "time_to_first_token": ("first token s", "{:.2f}"),
 }
+INTERVALS = {"accuracy": "{:.2f}", "delta_nll": "{:+.3f}"}
+NEEDS = {"verdict": ("items_needed", "needs {:,.0f}"), "nll_verdict": ("documents_needed", "needs {:,.0f} documents")}
 
 
 def progress():
@@ -41,7 +46,7 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
     table = pd.DataFrame([store.read_json(folder / cell.run_id / "summary.json") for cell in cells])
     with store.writing(folder / "table.parquet") as part:
         table.to_parquet(part)
-    frame = by_policy(table)
+    frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
     picture = draw(frame, folder / f"{name}.png")
     show(experiment, frame, [folder / "table.parquet", *([picture] if picture else [])])
     return frame
@@ -63,19 +68,54 @@ def by_policy(table):
     return frame[["policy", *shown, *[c for c in frame if c not in shown and c != "policy"]]]
 
 
+def with_verdicts(frame, made: dict[str, dict[str, Any]]):
+    """The frame with the columns of `compare.columns`, in the table's order."""
+    import pandas as pd
+
+    frame = frame.merge(pd.DataFrame.from_dict(made, orient="index"), left_on="policy", right_index=True)
+    shown = [c for c in SHOWN if c in frame]
+    return frame[["policy", *shown, *[c for c in frame if c not in shown and c != "policy"]]]
+
+
+def cell(row, column: str) -> str:
+    """A figure as the table shows it, with its interval or what an open verdict needs."""
+    text = SHOWN[column][1].format(row[column])
+    if column in INTERVALS and f"{column}_low" in row:
+        low, high = (INTERVALS[column].format(row[f"{column}_{end}"]) for end in ("low", "high"))
+        return f"{text} [{low}, {high}]"
+    if row[column] == "underpowered":
+        needed, words = NEEDS[column]
+        return f"{text} ({words.format(row[needed]) if math.isfinite(row[needed]) else 'one cluster'})"
+    return text
+
+
+def caption(experiment: config.Experiment, frame) -> str:
+    lines = ["bytes are per sequence, all layers; ratios are to the full fp32 cache"]
+    margins = experiment.margins
+    if "accuracy_low" in frame or "delta_nll_low" in frame:
+        lines.append(f"[low, high]: {1 - 2 * margins.alpha:.0%} intervals, by context or document")
+    if "verdict" in frame or "nll_verdict" in frame:
+        accuracy, nll = margins.accuracy_margin, margins.nll_margin
+        lines.append(
+            f"pass: loss against the full cache under {accuracy:g} of accuracy, {nll:g} nats (one-sided {margins.alpha:g})"
+        )
+    return "\n".join(lines)
+
+
 def show(experiment: config.Experiment, frame, files: list[Path]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=experiment.question, caption="bytes are per sequence, all layers; ratios are to the full fp32 cache")
+    table = Table(title=experiment.question, caption=escape(caption(experiment, frame)))
     columns = [c for c in SHOWN if c in frame]
     table.add_column("policy", min_width=16)
     for column in columns:
         table.add_column(SHOWN[column][0], justify="right")
     scaled = frame.assign(resident_bytes=frame["resident_bytes"] / 1e6)
     for _, row in scaled.iterrows():
-        table.add_row(row["policy"], *(SHOWN[c][1].format(row[c]) for c in columns))
-    console = Console(width=None if Console().is_terminal else 180)
+        table.add_row(row["policy"], *(escape(cell(row, c)) for c in columns))
+    console = Console(width=None if Console().is_terminal else 240)
     console.print(table)
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True)
@@ -87,6 +127,7 @@ def draw(frame, path: Path) -> Path | None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import numpy as np
 
     panels = [c for c in ("accuracy", "kl_mean") if c in frame]
     if not panels:
@@ -95,6 +136,9 @@ def draw(frame, path: Path) -> Path | None:
     figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False)
     for axis, column in zip(axes[0], panels):
         for i, row in frame.iterrows():
+            if f"{column}_low" in frame:
+                ends = np.maximum([[row[column] - row[f"{column}_low"]], [row[f"{column}_high"] - row[column]]], 0)
+                axis.errorbar(row["resident_bytes"] / 1e6, row[column], ends, color="0.6", capsize=3, zorder=2)
             axis.scatter(
                 row["resident_bytes"] / 1e6, row[column], s=90, marker="osD^vP*Xhd"[i % 10], label=row["policy"], zorder=3
             )
@@ -115,6 +159,7 @@ def draw(frame, path: Path) -> Path | None:
 
 def as_json(frame) -> dict[str, Any]:
     """The frame as one object, policies by label, under the frame's own column names; what was not measured is null."""
-    plain = lambda v: None if v != v else v.item() if hasattr(v, "item") else v
+    plain = lambda v: v.item() if hasattr(v, "item") else v
+    known = lambda v: None if isinstance(v, float) and not math.isfinite(v) else plain(v)
     rows = frame.to_dict(orient="records")
-    return {"policies": {row.pop("policy"): {k: plain(v) for k, v in row.items()} for row in rows}}
+    return {"policies": {row.pop("policy"): {k: known(v) for k, v in row.items()} for row in rows}}

@@ -1,0 +1,98 @@
+"""Every policy of a finished experiment against the full cache, on the same samples: columns for the report.
+
+Samples are paired by model, task, seed, batch and place in it. Answers cluster by context, tokens by document.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlab import parts
+from kvlab.evaluate import statistics, verdict
+from kvlab.experiment import config, store
+
+Samples = dict[tuple, dict[str, Any]]  # (group of the cell, batch, sample) → row of the results
+
+REFERENCE = "reference"
+UNPAIRED = "no reference"
+DIFFERENCE = {  # column → field of a verdict
+    "accuracy_difference": "difference",
+    "accuracy_difference_low": "low",
+    "accuracy_difference_high": "high",
+    "minimum_detectable_effect": "minimum_detectable_effect",
+    "items_needed": "items_needed",
+    "contexts_needed": "clusters_needed",
+}
+
+
+def is_full(cell: config.Cell) -> bool:
+    """Whether every layer of the cell has the plain policy, whatever its label."""
+    plain = parts.policy({})
+    tables = [cell.policy, *({**cell.policy, **override.policy} for override in cell.layers)]
+    return all(parts.policy(table) == plain for table in tables)
+
+
+def columns(cells: list[config.Cell], folder: Path, margins: config.Margins) -> dict[str, dict[str, Any]]:
+    """Intervals and verdicts by policy label. Verdicts only where the grid has a full cache to compare with."""
+    reference: Samples = {}
+    for cell in filter(is_full, cells):
+        reference |= samples([cell], folder)
+    made = {}
+    for label in dict.fromkeys(cell.label for cell in cells):
+        same = [cell for cell in cells if cell.label == label]
+        rows = samples(same, folder)
+        full = all(map(is_full, same))
+        made[label] = accuracy(rows, reference, full, margins) | likelihood(rows, bool(reference), full, margins)
+    return made
+
+
+def samples(cells: list[config.Cell], folder: Path) -> Samples:
+    return {
+        (cell.group, index, i): row
+        for cell in cells
+        for index, batch in enumerate(store.Run(folder, cell).batches())
+        for i, row in enumerate(batch["rows"])
+    }
+
+
+def accuracy(rows: Samples, reference: Samples, full: bool, margins: config.Margins) -> dict[str, Any]:
+    """Columns of the samples that are right or wrong, in shares; nothing if there are none."""
+    rows = {key: row for key, row in rows.items() if "correct" in row}
+    if not rows:
+        return {}
+    context = {key: (key[0], row.get("context", key[1])) for key, row in rows.items()}
+    share = statistics.proportion([row["correct"] for row in rows.values()], list(context.values()), margins.alpha)
+    made: dict[str, Any] = {"accuracy_low": share.low, "accuracy_high": share.high}
+    if not reference:
+        return made
+    if full:
+        return made | _difference(REFERENCE, dict.fromkeys(DIFFERENCE.values(), 0.0))
+    both = [key for key in rows if key in reference]
+    if not both:
+        return made | _difference(UNPAIRED, {})
+    mine, theirs = ([table[key]["correct"] for key in both] for table in (rows, reference))
+    found = verdict.binary(mine, theirs, margins.accuracy_margin, [context[key] for key in both], margins.alpha)
+    return made | _difference(found.outcome, dataclasses.asdict(found))
+
+
+def _difference(outcome: str, figures: dict[str, Any]) -> dict[str, Any]:
+    return {"verdict": outcome, **{column: figures.get(field, math.nan) for column, field in DIFFERENCE.items()}}
+
+
+def likelihood(rows: Samples, verdicts: bool, full: bool, margins: config.Margins) -> dict[str, Any]:
+    """Columns of the samples scored token by token, in nats; each token carries the full cache's own likelihood."""
+    rows = {key: row for key, row in rows.items() if "nll_reference" in row}
+    if not rows:
+        return {}
+    mine, theirs = (np.concatenate([row[name] for row in rows.values()]) for name in ("nll", "nll_reference"))
+    names = [row.get("document", key) for key, row in rows.items() for _ in row["nll"]]
+    made = verdict.continuous(mine, theirs, margins.nll_margin, names, margins.alpha)
+    columns: dict[str, Any] = {"delta_nll_low": made.low, "delta_nll_high": made.high}
+    if verdicts:
+        columns["nll_verdict"] = REFERENCE if full else made.outcome
+        columns["nll_minimum_detectable_effect"] = made.minimum_detectable_effect
+        columns["documents_needed"] = made.clusters_needed
+    return columns

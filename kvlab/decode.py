@@ -26,6 +26,8 @@ from kvlab.models import Model
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
 from kvlab.policy import Policy
+from kvlab.retention import Window
+from kvlab.selection import ReadAll
 
 WATCHABLE = frozenset({"logits", "entropy", "reads"})
 
@@ -212,7 +214,7 @@ class Engine:
                 f"{longest} prompt tokens and {new_tokens} new ones exceed the {self.config.context} that "
                 f"{self.model.name} takes; shorten the prompt or ask for fewer"
             )
-        policies = per_layer(policy, self.config.layers)
+        policies = per_layer(policy, self.config)
         total = -(-(longest + new_tokens) // PAGE) * PAGE
         budgets = tuple(p.budget(longest, total) for p in policies)
         begin = time.perf_counter()
@@ -290,9 +292,16 @@ class Session:
         return [[t for t in row[k:].tolist() if t >= 0 and t not in self._stops] for row, k in zip(self.tokens, given)]
 
 
-def per_layer(policy: Policy | Sequence[Policy], layers: int) -> tuple[Policy, ...]:
-    """One policy per layer from one for all, or a checked sequence."""
-    policies = (policy,) * layers if isinstance(policy, Policy) else tuple(policy)
-    if len(policies) != layers:
-        raise ConfigError(f"{len(policies)} policies for a model of {layers} layers; give one, or one per layer")
-    return policies
+def per_layer(policy: Policy | Sequence[Policy], config: ModelConfig) -> tuple[Policy, ...]:
+    """One policy per layer: a checked sequence as it stands, or one policy for all *global* layers.
+
+    A layer with a local window never reads past it, so it stores that window and no more, with the policy's codec and
+    layout, whatever the policy keeps elsewhere.
+    """
+    if not isinstance(policy, Policy):
+        policies = tuple(policy)
+        if len(policies) != config.layers:
+            raise ConfigError(f"{len(policies)} policies for a model of {config.layers} layers; give one, or one per layer")
+        return policies
+    windows = (config.window(layer) for layer in range(config.layers))
+    return tuple(policy if w is None else Policy(Window(w, 0), policy.codec, policy.layout, ReadAll()) for w in windows)

@@ -154,10 +154,12 @@ def _prefill_block(query_QD, key_TD, value_TD, first, spec: AttentionSpec, qb: i
     return out / mass[:, None]
 
 
-def rotary(pos: Int[Array, "..."], dim: int, base: float) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
-    """Cosines and sines of the rotary embedding (https://arxiv.org/abs/2104.09864, eq. 34) for `dim // 2` pairs."""
-    half = dim // 2
-    angle = pos[..., None].astype(jnp.float32) * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def rotary(pos: Int[Array, "..."], frequency: Any) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+    """Cosines and sines of the rotary embedding (https://arxiv.org/abs/2104.09864, eq. 34).
+
+    `frequency [D/2]` is in radians per token (see `kvlab.models.config.Rope`).
+    """
+    angle = pos[..., None].astype(jnp.float32) * frequency
     return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))  # computed once, not inside every use
 
 

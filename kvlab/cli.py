@@ -57,14 +57,15 @@ def run(
 
 @app.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="A model, such as smollm2-135m.")],
+    name: Annotated[str, typer.Argument(help="A model, such as smollm2-135m or hf:org/name.")],
     again: Annotated[bool, typer.Option(help="Fetch and convert even if it is there.")] = False,
+    accept_terms: Annotated[bool, typer.Option("--accept-terms", help="Accept the terms of the model's licence.")] = False,
     json_: Json = None,
 ) -> None:
     """Fetch a model into the user's cache folder and convert it."""
     from kvlab.models import fetch as fetching
 
-    folder = fetching.find(name, again)
+    folder = fetching.find(name, again, accept_terms)
     print(folder)
     write_json(json_, {"model": name, "folder": str(folder)})
 

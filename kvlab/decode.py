@@ -19,8 +19,11 @@ from kvlab.core import EMPTY, PAGE, Record
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.loop import State
 from kvlab.models import Model
+from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
+from kvlab.retention import Window
 from kvlab.sampling import Sampling
+from kvlab.selection import ReadAll
 from kvlab.session import Session, bucket, padded
 
 __all__ = ["Engine", "Prefilled", "Session", "bucket", "per_layer"]
@@ -119,7 +122,7 @@ class Engine:
     def _plan(self, prompts, policy, new_tokens: int):
         """A policy per layer, the tokens that each layer's cache holds, and the tokens that a row may come to."""
         longest = self._longest(prompts, new_tokens)
-        policies = per_layer(policy, self.config.layers)
+        policies = per_layer(policy, self.config)
         total = -(-(longest + new_tokens) // PAGE) * PAGE
         return policies, tuple(p.budget(longest, total) for p in policies), longest + new_tokens
 
@@ -133,9 +136,16 @@ def _state(caches, length_B) -> State:
     return State(caches, none, jnp.asarray(length_B), none, none > 0)
 
 
-def per_layer(policy: Policy | Sequence[Policy], layers: int) -> tuple[Policy, ...]:
-    """One policy per layer from one for all, or a checked sequence."""
-    policies = (policy,) * layers if isinstance(policy, Policy) else tuple(policy)
-    if len(policies) != layers:
-        raise ConfigError(f"{len(policies)} policies for a model of {layers} layers; give one, or one per layer")
-    return policies
+def per_layer(policy: Policy | Sequence[Policy], config: ModelConfig) -> tuple[Policy, ...]:
+    """One policy per layer: a checked sequence as it stands, or one policy for all *global* layers.
+
+    A layer with a local window never reads past it, so it stores that window and no more, with the policy's codec and
+    layout, whatever the policy keeps elsewhere.
+    """
+    if not isinstance(policy, Policy):
+        policies = tuple(policy)
+        if len(policies) != config.layers:
+            raise ConfigError(f"{len(policies)} policies for a model of {config.layers} layers; give one, or one per layer")
+        return policies
+    windows = (config.window(layer) for layer in range(config.layers))
+    return tuple(policy if w is None else Policy(Window(w, 0), policy.codec, policy.layout, ReadAll()) for w in windows)

@@ -198,6 +198,12 @@ def _selected(selection, pos, ok):
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
+    bos = None
+    begin: list[int] = []
+
+    def prompt(self, text):
+        return self.begin + self.encode(text)
+
     def encode(self, text):
         return list(text.encode())
 

@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvlab import parts
+from kvlab.decode import per_layer
 from kvlab.errors import ConfigError, nearest
+from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.tasks import TASKS, Task
 
@@ -63,9 +65,13 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def make_task(self) -> Task:
         return parts.build(self.task, TASKS, "task")
 
-    def make_policies(self, layers: int) -> tuple[Policy, ...]:
-        """A policy for each of the model's layers. Errors: ConfigError, RefusedPolicy."""
-        made = [parts.policy(self.policy)] * layers
+    def make_policies(self, model: ModelConfig) -> tuple[Policy, ...]:
+        """A policy for each layer; local ones keep their window, unless `layers` names them.
+
+        Errors: ConfigError, RefusedPolicy.
+        """
+        layers = model.layers
+        made = list(per_layer(parts.policy(self.policy), model))
         for override in self.layers:
             first, last = override.range
             if not 0 <= first <= last < layers:

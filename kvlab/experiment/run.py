@@ -75,8 +75,7 @@ class Group:
         self.seed = cells[0].seed
         self.done = done
         env = environment(self.engine, self.task)
-        layers = self.engine.config.layers
-        self.runs = [(store.Run(folder, cell), cell.make_policies(layers)) for cell in cells]
+        self.runs = [(store.Run(folder, cell), cell.make_policies(self.engine.config)) for cell in cells]
         for each, _ in self.runs:
             each.open(env, accept_stale, fresh)
 

@@ -8,14 +8,16 @@ Weights lie as `[out, in]`, as checkpoints store them.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from kvlab.attention import rotary, rotate
-from kvlab.models.config import ModelConfig
+from kvlab.models.config import ModelConfig, Rope
 
+ACTIVATIONS: dict[str, Callable] = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 ROWS = 512  # tokens of a prompt in the feed-forward network at a time
 
 
@@ -60,17 +62,29 @@ class RMSNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: attention's projections and a gated feed-forward network (SwiGLU)."""
+    """One layer: attention's projections and a gated feed-forward network, with what the family adds to them.
+
+    A part that the configuration does not ask for does not exist, so it costs nothing.
+    """
 
     def __init__(self, config: ModelConfig):
         width = config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * width
         self.config = config
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.qkv = _empty((config.heads + 2 * config.kv_heads) * width, config.hidden)
+        self.qkv = _empty(rows, config.hidden)
+        if config.qkv_bias:
+            self.qkv_bias = _empty(rows)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(width, config.norm_eps)
+            self.key_norm = RMSNorm(width, config.norm_eps)
         self.out = _empty(config.hidden, config.heads * width)
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
         self.gate_up = _empty(2 * config.ffn, config.hidden)
         self.down = _empty(config.hidden, config.ffn)
+        if config.post_norms:
+            self.attention_post_norm = RMSNorm(config.hidden, config.norm_eps)
+            self.ffn_post_norm = RMSNorm(config.hidden, config.norm_eps)
 
     def project(self, x, cos, sin):
         """Rotated queries `[..., H, G, D]` and keys `[..., H, D]`, and values, from `x [..., hidden]`.
@@ -78,32 +92,46 @@ class Block(nnx.Module):
         `cos` and `sin`, `[..., D/2]`, are `Transformer.rotary` of the tokens' positions.
         """
         c = self.config
-        qkv = linear(self.qkv[...], self.attention_norm(x)).reshape(*x.shape[:-1], -1, c.head_dim)
-        rotated = rotate(qkv[..., : c.heads + c.kv_heads, :], cos[..., None, :], sin[..., None, :])
+        qkv = linear(self.qkv[...], self.attention_norm(x))
+        if c.qkv_bias:
+            qkv = qkv + self.qkv_bias[...]
+        qkv = qkv.reshape(*x.shape[:-1], -1, c.head_dim)
+        turning = qkv[..., : c.heads + c.kv_heads, :]
+        if c.qk_norm:
+            query, key = turning[..., : c.heads, :], turning[..., c.heads :, :]
+            turning = jnp.concatenate([self.query_norm(query), self.key_norm(key)], -2)
+        rotated = rotate(turning, cos[..., None, :], sin[..., None, :])
         query = rotated[..., : c.heads, :].reshape(*x.shape[:-1], c.kv_heads, c.groups, c.head_dim)
         return query, rotated[..., c.heads :, :], qkv[..., c.heads + c.kv_heads :, :]
 
     def finish(self, x, mixed):
         """The layer's output from its input and attention's output `[..., H, G, D]`."""
-        return by_rows(self._feed, x + linear(self.out[...], mixed.reshape(*x.shape[:-1], -1)))
+        mixed = linear(self.out[...], mixed.reshape(*x.shape[:-1], -1))
+        if self.config.post_norms:
+            mixed = self.attention_post_norm(mixed)
+        return by_rows(self._feed, x + mixed)
 
     def _feed(self, x):
         gate, up = jnp.split(linear(self.gate_up[...], self.ffn_norm(x)), 2, -1)
-        return x + linear(self.down[...], jax.nn.silu(gate) * up)
+        fed = linear(self.down[...], ACTIVATIONS[self.config.activation](gate) * up)
+        return x + (self.ffn_post_norm(fed) if self.config.post_norms else fed)
 
 
 class Transformer(nnx.Module):
-    """A decoder-only transformer with tied embeddings (Llama, https://arxiv.org/abs/2302.13971)."""
+    """A decoder-only transformer (Llama, https://arxiv.org/abs/2302.13971); `kvlab.models.families` says which others."""
 
     def __init__(self, config: ModelConfig):
         self.config = config
         self.embedding = _empty(config.vocab, config.hidden)
         self.blocks = nnx.List([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.hidden, config.norm_eps)
+        if not config.tied:
+            self.head = _empty(config.vocab, config.hidden)
 
-    def rotary(self, pos):
-        """Cosines and sines for tokens at these positions, shared by all layers."""
-        return rotary(pos, self.config.head_dim, self.config.rope_base)
+    def rotary(self, pos) -> dict[Rope, tuple]:
+        """Cosines and sines for tokens at these positions, once for each rotary embedding that the layers use."""
+        ropes = dict.fromkeys(self.config.rope(layer) for layer in range(self.config.layers))
+        return {rope: rotary(pos, rope.frequencies(self.config.head_dim)) for rope in ropes}
 
     def __call__(self, tokens, pos, attend):
         """The last layer's output `[..., hidden]` for tokens at positions `pos`, which broadcast to the tokens' shape.
@@ -112,14 +140,18 @@ class Transformer(nnx.Module):
         over a prompt or over a cache, which is all that prefill, decode and training differ in.
         """
         x = self.embedding[...][tokens]
-        turn = self.rotary(pos)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
+        turns = self.rotary(pos)
         for layer, block in enumerate(self.blocks):
-            x = block.finish(x, attend(layer, *block.project(x, *turn)))
+            x = block.finish(x, attend(layer, *block.project(x, *turns[self.config.rope(layer)])))
         return x
 
     def logits(self, x):
         """Next-token logits `[B, V]` from the last layer's output `[B, hidden]`."""
-        return linear(self.embedding[...], self.norm(x))
+        logits = linear((self.embedding if self.config.tied else self.head)[...], self.norm(x))
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @functools.cache
@@ -137,14 +169,14 @@ def bind(config: ModelConfig, params: dict) -> Transformer:
 
 
 def init(config: ModelConfig, seed: int) -> dict:
-    """Random parameters, for tests and for models of our own."""
+    """Random parameters, for tests and for models of our own; biases are zero."""
     shapes = nnx.to_pure_dict(skeleton(config)[1])
-    leaves, tree = jax.tree.flatten(shapes)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
 
-    def draw(key, leaf):
+    def draw(key, path, leaf):
         if leaf.ndim == 1:
-            return jnp.ones(leaf.shape)
+            return jnp.zeros(leaf.shape) if "bias" in str(path[-1]) else jnp.ones(leaf.shape)
         return jax.random.normal(key, leaf.shape) * leaf.shape[-1] ** -0.5
 
-    return jax.tree.unflatten(tree, [draw(k, x) for k, x in zip(keys, leaves)])
+    return jax.tree.unflatten(tree, [draw(k, path, x) for k, (path, x) in zip(keys, leaves)])

@@ -40,6 +40,10 @@ class Dims:
     def of(cls, config: ModelConfig) -> "Dims":
         return cls(config.layers, config.kv_heads, config.head_dim, config, config.context)
 
+    def bare(self) -> ModelConfig:
+        """A configuration of which only the cache's dimensions mean anything; all its layers are global."""
+        return ModelConfig(self.layers, 0, 0, self.kv_heads, self.kv_heads, self.head_dim, 0, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:

@@ -9,6 +9,7 @@ import msgspec
 
 from kvlab import parts
 from kvlab.errors import ConfigError, nearest
+from kvlab.models.checkpoint import read_json
 from kvlab.models.config import ModelConfig
 from kvlab.plan import LIMIT, Dims, Plan, plan
 from kvlab.policy import Policy
@@ -38,16 +39,16 @@ def answer(
     shape = read_dims(dims) if dims is not None else model_dims(str(model))
     if tokens is None:
         tokens = max((shape.context or LENGTH + new) - new, 1)
-    label, policies = read_policies(policy, dtype, shape.layers)
+    label, policies = read_policies(policy, dtype, shape.config or shape.bare())
     return label, plan(shape, policies, rows, tokens, new, there, exact)
 
 
 def model_dims(name: str) -> Dims:
     """The dimensions of a named model, a folder or a .gguf file, whose weights are not read. Errors: ModelError."""
-    from kvlab import models
-    from kvlab.models import fetch
+    from kvlab.models import families, fetch
 
-    return Dims.of(models._config(models._json(fetch.find(name) / "config.json")))
+    path = fetch.find(name) / "config.json"
+    return Dims.of(families.to_config(read_json(path), str(path)))
 
 
 def read_dims(text: str) -> Dims:
@@ -89,7 +90,7 @@ def parse_bytes(text: str) -> int:
     return number
 
 
-def read_policies(options: Sequence[str], dtype: str | None, layers: int) -> tuple[str, tuple[Policy, ...]]:
+def read_policies(options: Sequence[str], dtype: str | None, model: ModelConfig) -> tuple[str, tuple[Policy, ...]]:
     """A label and a policy per layer, from files and overrides such as "codec=int8" or "retention.size=512", in order.
 
     Args:
@@ -112,7 +113,7 @@ def read_policies(options: Sequence[str], dtype: str | None, layers: int) -> tup
             raise ConfigError(f"--dtype {dtype} and a codec in --policy are both given; --dtype is short for the raw codec")
         table["codec"] = {"name": "raw", "dtype": dtype}
     cell = _cell(table, overrides)
-    return cell.label, cell.make_policies(layers)
+    return cell.label, cell.make_policies(model)
 
 
 def _cell(table: dict[str, Any], overrides: list[Any]):

@@ -42,6 +42,7 @@ class Task:
         raise NotImplementedError
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
+        """The samples of one batch; each prompt starts with `tokenizer.begin` (BOS, where the model wants one)."""
         raise NotImplementedError
 
     def score(self, batch: Batch, answers: list[str], logits, reference) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ class Likelihood(Task):
         chosen: list[tuple[str, list[int]]] = []
         for i in generator(seed, index).permutation(len(documents)):
             name, text = documents[i]
-            ids = tokenizer.encode(text) if len(text) > need else []
+            ids = tokenizer.prompt(text) if len(text) > need else []
             if len(ids) >= need:
                 chosen.append((name, ids[:need]))
             if len(chosen) == self.contexts:

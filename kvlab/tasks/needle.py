@@ -55,9 +55,11 @@ class Needle(Task):
         numbers = [str(n) for n in rng.integers(10_000, 100_000, self.needles)]
         needles = [tokenizer.encode(f" The magic number for {c} is {n}. ") for c, n in zip(cities, numbers)]
         questions = [tokenizer.encode(f"\n\nThe magic number for {c} is") for c in cities]
-        room = self.length - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
+        begin = list(tokenizer.begin)
+        room = self.length - len(begin) - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
         hay = source.token_stream(self.text, tokenizer, rng, room)[:room]
         context, depths = self._insert(hay, needles)
+        context = begin + context
         facts = [{"context": index, "needle": c, "depth": round(d, 4)} for c, d in zip(cities, depths)]
         if self.known:
             prompts, rows = [context + q for q in questions], list(range(self.needles))

@@ -17,6 +17,15 @@ QUICKSTART = Path("experiments/quickstart.toml")
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 
+Policies = Annotated[
+    list[str], typer.Option("--policy", help="A .toml file, or codec=int8, retention.size=512 and so on. May be repeated.")
+]
+
+
+def _beside(files: list[str]) -> None:
+    """Parts named by import path may lie beside the file that names them."""
+    sys.path[:0] = [str(Path(file).resolve().parent) for file in files if file.endswith(".toml")]
+
 
 def write_json(path: Path | None, figures: dict) -> None:
     from kvlab.experiment.store import write_text
@@ -39,7 +48,7 @@ def run(
     """Run an experiment: every cell, resumable, then a table and a picture."""
     from kvlab.experiment import config
 
-    sys.path.insert(0, str(file.resolve().parent))  # parts named by import path may lie beside the file
+    _beside([str(file)])
     if dry_run:
         name, experiment = config.read(file)
         cells = config.expand(experiment, set_, smoke)
@@ -79,9 +88,7 @@ def plan(
     batch: Annotated[int, typer.Option(help="Rows.")] = 8,
     length: Annotated[int | None, typer.Option(help="Prompt tokens; the model's context, or 131072.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens to make room for after the prompt.")] = 0,
-    policy: Annotated[
-        list[str], typer.Option(help="A .toml file, or codec=int8, retention.size=512 and so on. May be repeated.")
-    ] = [],  # noqa: B006
+    policy: Policies = [],  # noqa: B006
     dtype: Annotated[str | None, typer.Option(help="Short for a raw codec: float32, float16 or bfloat16.")] = None,
     memory: Annotated[str | None, typer.Option(help="What there is: 24GB, 24GiB or bytes.")] = None,
     exact: Annotated[bool, typer.Option(help="Take the workspace from XLA (compiles the model).")] = False,
@@ -90,10 +97,48 @@ def plan(
     """What a model takes in memory under a policy, by level and layer, and what would fit."""
     from kvlab.plan import inputs, table
 
-    sys.path[:0] = [str(Path(p).resolve().parent) for p in policy if p.endswith(".toml")]  # parts may lie beside the file
+    _beside(policy)
     label, figures = inputs.answer(model, dims, batch, length, new_tokens, policy, dtype, memory, exact)
     table.show(figures, label)
     write_json(json_, table.as_json(figures, label))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or with --chat what to say.")],
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    policy: Policies = [],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    chat: Annotated[bool, typer.Option(help="Through the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="The system message, with --chat.")] = None,
+    json_: Json = None,
+) -> None:
+    """Print a continuation as it comes, then its speed and the bytes of its cache."""
+    from kvlab import generate as module
+    from kvlab.decode import Engine
+    from kvlab.experiment import config
+    from kvlab.models import load
+    from kvlab.sampling import Sampling
+
+    how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty).rows(1)
+    loaded = load(model)
+    _beside(policy)
+    label, policies = config.read_policies(policy, None, loaded.config)
+    ids = module.prompt_ids(loaded, prompt, chat, system)
+    show = lambda text: print(text, end="", flush=True)
+    figures = module.generate(Engine(loaded), policies, ids, new_tokens, how, seed, show)
+    print(
+        f"\n\n{label}: {figures['tokens']} tokens, {figures['tokens_per_s']:.1f} tokens/s, first after "
+        f"{figures['time_to_first_token']:.2f} s; cache {figures['resident_bytes']:,} bytes, "
+        f"{figures['resident_ratio']:.3f} of the full fp32 cache"
+    )
+    write_json(json_, {"policy": label, **figures})
 
 
 @bench.command()

@@ -157,7 +157,7 @@ class Session:
         left = min(int(policy.room(cache).min()) for policy, cache in zip(self.policies, caches))
         self.limit = min(self.limit, int(length.min()) + left)
 
-    def rows(self, index: Sequence[int], tokens: Sequence[int] | None = None) -> "Session":
+    def rows(self, index: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray | None = None) -> "Session":
         """Another session with the named rows, in that order (a row named twice is forked); this one stays usable.
 
         Args:

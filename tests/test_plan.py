@@ -13,9 +13,10 @@ from kvlab.codec import Int8, Raw
 from kvlab.core import Selection, part
 from kvlab.decode import Engine
 from kvlab.errors import CapacityError, ConfigError, KvlabError, RefusedPolicy
+from kvlab.experiment.config import read_policies
 from kvlab.layout import Contiguous
 from kvlab.plan import Dims, most, plan, room, table, workspace
-from kvlab.plan.inputs import parse_bytes, read_dims, read_policies
+from kvlab.plan.inputs import parse_bytes, read_dims
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
@@ -221,20 +222,20 @@ def test_a_policy_file(tmp_path, head):
     file = tmp_path / "p.toml"
     file.write_text(head + 'retention = { name = "window", size = 60 }\ncodec = "int8"\n')
     assert parts.policy(parts.read_policy(file)) == Policy(Window(60, 4), Int8(), Contiguous(), ReadAll())
-    label, made = read_policies([str(file), "retention.size=90", "codec.scale=channel"], None, 2)
+    label, made = read_policies([str(file), "retention.size=90", "codec.scale=channel"], None, Dims(2, 2, 16).bare())
     assert made[1] == Policy(Window(90, 4), Int8("channel"), Contiguous(), ReadAll()) and "90" in label
 
 
 def test_layers_of_a_policy_file(tmp_path):
     file = tmp_path / "p.toml"
     file.write_text('layers = [{ range = [1, 2], policy = { codec = "int8" } }]\n[policy]\nretention = "window"\n')
-    _, made = read_policies([str(file)], None, 4)
+    _, made = read_policies([str(file)], None, Dims(4, 2, 16).bare())
     assert [type(p.codec).__name__ for p in made] == ["Raw", "Int8", "Int8", "Raw"]
     assert {type(p.retention).__name__ for p in made} == {"Window"}
     with pytest.raises(ConfigError, match="one policy serves all layers"):
         parts.read_policy(file)
     with pytest.raises(ConfigError, match="range"):
-        read_policies([str(file)], None, 2)
+        read_policies([str(file)], None, Dims(2, 2, 16).bare())
 
 
 @pytest.mark.parametrize(

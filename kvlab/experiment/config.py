@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -165,6 +165,44 @@ def parse_override(text: str) -> tuple[str, Any]:
         return path.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return path.strip(), value.strip()
+
+
+def read_policies(options: Sequence[str], dtype: str | None, model: ModelConfig) -> tuple[str, tuple[Policy, ...]]:
+    """A label and a policy per layer, from files and overrides such as "codec=int8" or "retention.size=512", in order.
+
+    Args:
+      dtype: short for the raw codec of that dtype.
+    """
+    table: dict[str, Any] = {}
+    overrides: list[Any] = []
+    for option in options:
+        if option.endswith(".toml"):
+            more, overrides = parts.read_layers(option)
+            table |= more
+        elif "=" in option:
+            _set_part(table, *parse_override(option))
+        else:
+            raise ConfigError(f"--policy {option!r}; write a .toml file or an override such as codec=int8")
+    if dtype is not None:
+        if "codec" in table:
+            raise ConfigError(f"--dtype {dtype} and a codec in --policy are both given; --dtype is short for the raw codec")
+        table["codec"] = {"name": "raw", "dtype": dtype}
+    cell = _cell(table, overrides)
+    return cell.label, cell.make_policies(model)
+
+
+def _cell(table: dict[str, Any], overrides: list[Any]):
+    try:
+        return msgspec.convert({"model": {}, "task": {}, "policy": table, "layers": overrides}, Cell, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"layers: {error}; write layers = [{{ range = [0, 2], policy = {{ ... }} }}]") from error
+
+
+def _set_part(table: dict[str, Any], path: str, value: Any) -> None:
+    """Sets "kind" or "kind.option"; a part that was given as a name becomes a table."""
+    kind, _, key = path.partition(".")
+    old = table.get(kind, {})
+    table[kind] = {**({"name": old} if isinstance(old, str) else old), key: value} if key else value
 
 
 def _set(table: dict, path: str, value: Any) -> None:

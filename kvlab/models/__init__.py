@@ -15,6 +15,7 @@ class Model:
       params: a pure dict of fp32 arrays, as `kvlab.models.transformer.bind` takes it.
       digest: sha256 of the weights.
       stops: token ids that end a text.
+      chat: the Jinja template of its conversations (see `kvlab.models.chat`), None if it has none.
     """
 
     name: str
@@ -23,11 +24,12 @@ class Model:
     tokenizer: Any
     digest: str
     stops: tuple[int, ...] = ()
+    chat: str | None = None
 
 
 def load(name: str) -> Model:
     """A model by name (fetched on first use), by folder, by .gguf file or as "hf:org/name". Errors: ModelError."""
-    from kvlab.models import checkpoint, families, fetch
+    from kvlab.models import chat, checkpoint, families, fetch
     from kvlab.models.tokenizer import Tokenizer
 
     folder = fetch.find(name)
@@ -35,7 +37,8 @@ def load(name: str) -> Model:
     config = families.to_config(raw, str(folder / "config.json"))
     digest = checkpoint.digest(folder)
     params = checkpoint.load(folder, config)
-    return Model(name, config, params, Tokenizer(folder / "tokenizer.json"), digest, _stops(raw, folder))
+    tokenizer = Tokenizer(folder / "tokenizer.json")
+    return Model(name, config, params, tokenizer, digest, _stops(raw, folder), chat.template(folder))
 
 
 def _stops(raw: dict, folder: Path) -> tuple[int, ...]:

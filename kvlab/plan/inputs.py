@@ -5,14 +5,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import msgspec
-
-from kvlab import parts
 from kvlab.errors import ConfigError, nearest
+from kvlab.experiment import config
 from kvlab.models.checkpoint import read_json
 from kvlab.models.config import ModelConfig
 from kvlab.plan import LIMIT, Dims, Plan, plan
-from kvlab.policy import Policy
 
 NEEDED, INNER = ("layers", "kv_heads", "head_dim"), ("heads", "hidden", "ffn", "vocab")
 LENGTH = 131_072  # of a prompt, unless it is given or the model's context is known
@@ -39,7 +36,7 @@ def answer(
     shape = read_dims(dims) if dims is not None else model_dims(str(model))
     if tokens is None:
         tokens = max((shape.context or LENGTH + new) - new, 1)
-    label, policies = read_policies(policy, dtype, shape.config or shape.bare())
+    label, policies = config.read_policies(policy, dtype, shape.config or shape.bare())
     return label, plan(shape, policies, rows, tokens, new, there, exact)
 
 
@@ -88,45 +85,3 @@ def parse_bytes(text: str) -> int:
     if number < 1:
         raise ConfigError(f"memory size {text!r}; allowed: a positive number and kB, MB, GB, TB, KiB, MiB, GiB, TiB or nothing")
     return number
-
-
-def read_policies(options: Sequence[str], dtype: str | None, model: ModelConfig) -> tuple[str, tuple[Policy, ...]]:
-    """A label and a policy per layer, from files and overrides such as "codec=int8" or "retention.size=512", in order.
-
-    Args:
-      dtype: short for the raw codec of that dtype.
-    """
-    from kvlab.experiment import config
-
-    table: dict[str, Any] = {}
-    overrides: list[Any] = []
-    for option in options:
-        if option.endswith(".toml"):
-            more, overrides = parts.read_layers(option)
-            table |= more
-        elif "=" in option:
-            _set(table, *config.parse_override(option))
-        else:
-            raise ConfigError(f"--policy {option!r}; write a .toml file or an override such as codec=int8")
-    if dtype is not None:
-        if "codec" in table:
-            raise ConfigError(f"--dtype {dtype} and a codec in --policy are both given; --dtype is short for the raw codec")
-        table["codec"] = {"name": "raw", "dtype": dtype}
-    cell = _cell(table, overrides)
-    return cell.label, cell.make_policies(model)
-
-
-def _cell(table: dict[str, Any], overrides: list[Any]):
-    from kvlab.experiment import config
-
-    try:
-        return msgspec.convert({"model": {}, "task": {}, "policy": table, "layers": overrides}, config.Cell, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"layers: {error}; write layers = [{{ range = [0, 2], policy = {{ ... }} }}]") from error
-
-
-def _set(table: dict[str, Any], path: str, value: Any) -> None:
-    """Sets "kind" or "kind.option"; a part that was given as a name becomes a table."""
-    kind, _, key = path.partition(".")
-    old = table.get(kind, {})
-    table[kind] = {**({"name": old} if isinstance(old, str) else old), key: value} if key else value

@@ -106,7 +106,7 @@ def compiled_step(policy, batch, length):
 
 
 READ_ALL = [n for n in tools.PRODUCT if n[3] == "read_all"]
-QUICK = [n for n in READ_ALL if n[1] != "kivi" and n[0] != "key_norm_pages"]
+QUICK = [n for n in READ_ALL if n[1] != "kivi" and n[0] not in ("key_norm_pages", "protect")]
 
 
 @pytest.mark.parametrize("batch", [1, 2])

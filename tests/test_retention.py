@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from kvlab.codec import Int8, Raw
 from kvlab.core import EMPTY, PAGE, Record
+from kvlab.core import kept as kept_tokens
 from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.layout import Contiguous
 from kvlab.policy import Policy
-from kvlab.retention import KeepAll, Window
+from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import ReadAll
 from tests import tools
 
@@ -126,3 +127,83 @@ def test_a_rotating_window_of_eight_holds_the_codes_of_the_last_eight(scale):
             logits = s.query[step, b, h] @ held[0].T * s.spec.scale
             weight = np.exp(logits - logits.max(-1, keepdims=True))
             np.testing.assert_allclose(seen["out"][step, b, h], weight / weight.sum(-1, keepdims=True) @ held[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "length,ratio,left", [(2, 0.6, 1), (10, 0.9, 1), (100, 0.9, 10), (100, 0.0, 100), (1, 0.99, 1), (7, 1, 0), (1000, 0.999, 1)]
+)
+def test_budgets_round_as_the_rule_says(length, ratio, left):
+    """CASES 1: no budget is lost to floating point, none rounds to nothing; everything goes only if that is asked for."""
+    assert kept_tokens(length, ratio) == left
+
+
+@given(st.integers(1, 100_000), st.integers(0, 999))
+def test_the_rounding_rule_is_the_floor_of_exact_arithmetic(length, permille):
+    assert kept_tokens(length, permille / 1000) == max(1, length * (1000 - permille) // 1000)
+
+
+def test_a_ratio_outside_its_range_is_refused():
+    with pytest.raises(ConfigError, match="ratio=1.5; allowed: 0 .remove nothing. … 1"):
+        kept_tokens(10, 1.5)
+
+
+@tools.part
+class Flat(tools.KeyNorm):
+    """Every token is worth the same, in bfloat16, where adding one to the largest score changes nothing."""
+
+    def priority(self, state, pos, now):
+        return jnp.full_like(state, 512.0).astype(jnp.bfloat16)
+
+
+@tools.part
+class Oldest(tools.KeyNorm):
+    """The oldest goes last: what a protected set must overrule."""
+
+    def priority(self, state, pos, now):
+        return -pos.astype(jnp.float32)
+
+
+def flat_record(n, bucket=64):
+    zeros = jnp.zeros((1, 1, bucket, 16), jnp.float32)
+    return Record(zeros, zeros, jnp.where(jnp.arange(bucket) < n, jnp.arange(bucket), EMPTY)[None]), zeros
+
+
+def test_protected_tokens_lose_no_tie():
+    """CASES 2: eight equal tokens, two sinks, four kept: 0 and 1 are among them; also while decoding."""
+    record, zeros = flat_record(8)
+    policy = Policy(Protect(Flat(4), sinks=2, recent=1), Raw(), Contiguous(), ReadAll())
+    cache = policy.fill(record, policy.budget(8, 64))
+    assert kept(np.asarray(cache.pos)) == {0, 1, 6, 7}
+    for pos in range(8, 30):
+        cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
+        assert {0, 1, pos} <= kept(np.asarray(cache.pos)) and len(kept(np.asarray(cache.pos))) == 4
+
+
+def test_recent_tokens_stay_under_a_rule_that_would_drop_them():
+    record, zeros = flat_record(40)
+    policy = Policy(Protect(Oldest(16), sinks=0, recent=6), Raw(), Contiguous(), ReadAll())
+    cache = policy.fill(record, 16)
+    assert kept(np.asarray(cache.pos)) == {*range(10), *range(34, 40)}
+    for pos in range(40, 50):
+        cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
+        assert {*range(pos - 5, pos + 1)} <= kept(np.asarray(cache.pos))
+
+
+def test_protecting_more_than_fits_is_refused():
+    """CASES 3: fewer slots than sinks is an error that says so, not a cache of sinks alone."""
+    policy = Policy(Protect(Flat(2), sinks=4, recent=1), Raw(), Contiguous(), ReadAll())
+    with pytest.raises(ConfigError, match="sinks=4 and recent=1 need 5 tokens.*keeps 2"):
+        policy.budget(8, 64)
+    pages = Policy(Protect(Flat(64, PAGE), sinks=4, recent=64), Int8("channel"), Contiguous(), ReadAll())
+    with pytest.raises(ConfigError, match="need 192 tokens.*keeps 64"):
+        pages.budget(300, 384)
+
+
+def test_protection_reaches_through_a_window_and_pages():
+    s = tools.sequence(lengths=(150, 150), steps=130)
+    policy = Policy(Protect(Window(60, 0), sinks=5, recent=64), Int8("channel"), Contiguous(), ReadAll())
+    _, _, seen = tools.run(policy, s, budget=256)
+    for step in (0, 70, 129):
+        rule = np.asarray(policy.retention.visibility().mask(seen["pos"][step, 0, 0], 150 + step))
+        visible = kept(np.where(rule, seen["pos"][step, 0, 0], EMPTY))
+        assert visible == {*range(5), *range(150 + step - 63, 151 + step)}

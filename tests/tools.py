@@ -17,7 +17,7 @@ from kvlab.layout import Contiguous
 from kvlab.models import Model, transformer
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
-from kvlab.retention import KeepAll, Window
+from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import ReadAll
 
 
@@ -62,7 +62,13 @@ class OddTokens(Selection):
         return Tokens(jnp.where(jnp.take_along_axis(ok, order, 2), order, -1))
 
 
-RETENTIONS = {"keep_all": KeepAll(), "window": Window(70, 4), "key_norm": KeyNorm(), "key_norm_pages": KeyNorm(128, PAGE)}
+RETENTIONS = {
+    "keep_all": KeepAll(),
+    "window": Window(70, 4),
+    "key_norm": KeyNorm(),
+    "key_norm_pages": KeyNorm(128, PAGE),
+    "protect": Protect(Window(70, 0), sinks=4, recent=8),
+}
 CODECS = {
     "raw": Raw(),
     "float16": Raw("float16"),

@@ -1,9 +1,14 @@
-"""The persistent compilation cache: compiled programs are code, so they lie where only the user can write."""
+"""How programs are compiled, and the persistent cache: compiled programs are code, so they lie where only the user can write."""
 
 import os
 import stat
 
 import jax
+
+
+def memory_first() -> dict[str, str] | None:
+    """Compiler options for programs over whole prompts: by default XLA's CPU backend keeps every layer's vectors to the end."""
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if jax.default_backend() == "cpu" else None
 
 
 def use_private_cache() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvlab import attention, sampling
+from kvlab import attention, compilation, sampling
 from kvlab.core import EMPTY, Cache, Record, part
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
@@ -50,7 +50,7 @@ class Steps(NamedTuple):
     reads: Any = None
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config", compiler_options=compilation.memory_first())
 def prefill(config: ModelConfig, params, tokens_BT, length_B):
     """Records of all layers and the logits after each row's last token. Pads lie on the right."""
     model = bind(config, params)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvlab.decode import Engine
 
 WATCHABLE = frozenset({"logits", "entropy", "reads"})
-CHUNK = 512  # tokens of a turn that go through the layers together
+CHUNK = 256  # tokens of a turn that go through the layers together
 
 
 class Session:

@@ -14,6 +14,7 @@ from kvlab.layout import Contiguous
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
+from kvlab.session import CHUNK
 from tests import tools
 
 make = lambda retention, codec: Policy(retention, codec, Contiguous(), ReadAll())
@@ -212,7 +213,7 @@ def test_streaming_needs_little_beside_weights_and_cache():
     empty = tools.sequence(lengths=(1,), bucket=64, steps=1, H=2, D=32).record
     caches = tuple(jax.eval_shape(lambda r, p=p: p.fill(r, p.budget(7500, 7500)), empty) for p in policies)
     one = f((1,), "i4")
-    chunk = loop.extend.lower(model.config, model.params, policies, caches, f((1, 512), "i4"), one, one).compile()
+    chunk = loop.extend.lower(model.config, model.params, policies, caches, f((1, CHUNK), "i4"), one, one).compile()
     a, b = memory.compiled(record), memory.compiled(chunk)
     needs = lambda m: m.temporaries + m.outputs - m.aliased
     assert needs(b) <= 0.25 * needs(a), (needs(b), needs(a))

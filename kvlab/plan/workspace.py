@@ -72,18 +72,15 @@ def estimate(dims, policies: Sequence[Policy], budgets: Sequence[int], batch: in
 
 
 def _prefill(c: ModelConfig, batch: int, tokens: int) -> tuple[int, str]:
-    """Vectors of all tokens, and the larger of a block's logits and the feed-forward rows.
-
-    XLA's CPU backend keeps every layer's input and attention's output to the end of the program.
-    """
+    """Vectors of all tokens in and between two layers, and the larger of a block's logits and the feed-forward rows."""
     count, block = batch * tokens, min(QUERY_BLOCK, tokens)
     rows = ROWS if count % ROWS == 0 else count
     logits, feed = 4 * block * c.groups * block, 4 * rows * 3 * c.ffn
     how = (
-        f"{count:,} tokens × ({c.layers} layers + 2) × ({c.hidden} + {c.heads} heads × {c.head_dim}) × 4 B + max("
+        f"{count:,} tokens × 2 × ({c.hidden} + {c.heads} heads × {c.head_dim}) × 4 B + max("
         f"logits {block} × {c.groups} × {block} × 4 B, feed-forward {rows:,} × 3 × {c.ffn} × 4 B)"
     )
-    return 4 * count * (c.layers + 2) * (c.hidden + c.heads * c.head_dim) + max(logits, feed), how
+    return 4 * count * 2 * (c.hidden + c.heads * c.head_dim) + max(logits, feed), how
 
 
 def _step(c: ModelConfig, policy: Policy, budget: int, batch: int) -> tuple[int, str]:

@@ -88,15 +88,19 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(source: str | Path | dict) -> tuple[str, Experiment]:
     """An experiment and its name, from a file or from the same tables in Python. Errors: ConfigError."""
     if isinstance(source, dict):
-        return source.get("name", "experiment"), _convert({k: v for k, v in source.items() if k != "name"}, Experiment, "config")
+        return source.get("name", "experiment"), convert({k: v for k, v in source.items() if k != "name"}, Experiment, "config")
     path = Path(source)
+    return path.stem, convert(read_toml(path), Experiment, str(path))
+
+
+def read_toml(path: Path) -> dict:
+    """The tables of a file. Errors: ConfigError."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from error
-    return path.stem, _convert(raw, Experiment, str(path))
 
 
 def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = False) -> list[Cell]:
@@ -114,7 +118,7 @@ def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = 
             tables.append(table)
     for path, value in [*(experiment.smoke.items() if smoke else ()), *map(parse_override, overrides)]:
         _override(tables, path, value)
-    cells = [_convert(table, Cell, "cell") for table in tables]
+    cells = [convert(table, Cell, "cell") for table in tables]
     for cell in cells:
         cell.make_task()
         parts.policy(cell.policy)
@@ -160,7 +164,7 @@ def _options(task: Any) -> set[str]:
     return {f.name for f in dataclasses.fields(parts.find(task.get("name"), TASKS, "task"))}
 
 
-def _convert(raw: dict, kind: type[S], where: str) -> S:
+def convert(raw: dict, kind: type[S], where: str) -> S:
     """msgspec's strict conversion, with unknown keys named beside their nearest neighbour."""
     if unknown := set(raw) - set(kind.__struct_fields__):
         key = sorted(unknown)[0]

@@ -31,6 +31,8 @@ PACKAGED = {
     )
 }
 
+BUILTIN = {"tiny-recall": Path(__file__).parent / "tiny_recall"}  # folders that ship with kvlab
+
 
 def cache_folder() -> Path:
     """`$KVLAB_CACHE`, or the user's cache folder."""
@@ -43,12 +45,14 @@ def find(name: str, again: bool = False) -> Path:
     """The folder of a named model, fetched and converted if it is not there yet.
 
     Args:
-      name: a key of `PACKAGED`, a folder with config.json and safetensors, or a .gguf file.
+      name: a key of `PACKAGED` or `BUILTIN`, a folder with config.json and safetensors, or a .gguf file.
       again: fetch and convert even if the folder exists.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return _from_file(path, again)
+    if name in BUILTIN:
+        return BUILTIN[name]
     if name in PACKAGED:
         folder = cache_folder() / "models" / name
         if again or not folder.exists():
@@ -56,7 +60,7 @@ def find(name: str, again: bool = False) -> Path:
         return folder
     if (path / "config.json").exists():
         return path
-    raise ModelError(f"no model {name!r}; {nearest(name, PACKAGED)}, a folder with config.json, or a .gguf file")
+    raise ModelError(f"no model {name!r}; {nearest(name, [*PACKAGED, *BUILTIN])}, a folder with config.json, or a .gguf file")
 
 
 def _from_file(path: Path, again: bool) -> Path:

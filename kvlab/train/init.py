@@ -22,25 +22,25 @@ def parameters(config: ModelConfig, seed: int) -> dict:
     own, moved = _rows(rng, config)
     params["embedding"] = params["embedding"].at[:, 0].add(SHARED)
     for layer, block in params["blocks"].items():
-        heads = _split(config, block)
+        query, key, value, out = _split(config, block)
         if layer == 0:
-            _look_back(config, *heads, own, moved)
+            _look_back(config, query, key, value, out, own, moved)
         else:
-            _look_up(config, *heads, own, moved, rng)
-        query, key, value, out = (x.reshape(-1, config.hidden) for x in heads)
-        block["qkv"] = jnp.asarray(np.concatenate([query, key, value]), jnp.float32)
-        block["out"] = jnp.asarray(out.T, jnp.float32)
+            _look_up(config, query, key, value, out, own, moved, rng)
+        joined = np.concatenate([x.reshape(-1, config.hidden) for x in (query, key, value)])
+        block["qkv"] = jnp.asarray(joined, jnp.float32)
+        block["out"] = jnp.asarray(out.reshape(-1, config.hidden).T, jnp.float32)
         block["down"] = SMALL * block["down"]
     return params
 
 
-def _split(config: ModelConfig, block: dict) -> list[np.ndarray]:
+def _split(config: ModelConfig, block: dict) -> tuple[np.ndarray, ...]:
     """Query `[H, G, D, hidden]`, key and value `[H, D, hidden]`, out `[H, G, D, hidden]` (transposed), all but value small."""
     D, hidden, per_head = config.head_dim, config.hidden, (config.kv_heads, config.groups)
     parts = np.array(block["qkv"]).reshape(-1, D, hidden)
     query, key, value = np.split(parts, [config.heads, config.heads + config.kv_heads])
     out = np.array(block["out"]).T.reshape(*per_head, D, hidden)
-    return [SMALL * query.reshape(*per_head, D, hidden), SMALL * key, value, SMALL * out]
+    return SMALL * query.reshape(*per_head, D, hidden), SMALL * key, value, SMALL * out
 
 
 def _look_back(config: ModelConfig, query, key, value, out, own, moved) -> None:

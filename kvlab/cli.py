@@ -65,6 +65,23 @@ def run(
 
 
 @app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="A training, such as experiments/tiny_recall.toml.")],
+    set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
+    smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    fresh: Annotated[bool, typer.Option(help="Discard what there is so far.")] = False,
+    json_: Json = None,
+) -> None:
+    """Train a model: steps, resumable from the last checkpoint, then an export and held-out figures."""
+    from kvlab.train.loop import train as train_
+
+    summary = train_(file, set_, smoke, out, fresh)
+    print(json.dumps(summary, indent=1))
+    write_json(json_, summary)
+
+
+@app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="A model, such as smollm2-135m or hf:org/name.")],
     again: Annotated[bool, typer.Option(help="Fetch and convert even if it is there.")] = False,

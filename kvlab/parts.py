@@ -89,6 +89,16 @@ def policy(table: dict[str, Any], where: str = "policy") -> Policy:
     return Policy(**parts)
 
 
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a file. Errors: ConfigError."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from error
+
+
 def read_policy(path: str | Path) -> dict[str, Any]:
     """The table of one policy from a TOML file: its parts at the top or under [policy]. Errors: ConfigError."""
     table, layers = read_layers(path)
@@ -99,12 +109,7 @@ def read_policy(path: str | Path) -> dict[str, Any]:
 
 def read_layers(path: str | Path) -> tuple[dict[str, Any], list[Any]]:
     """As `read_policy`, and the file's `layers = [{range = [first, last], policy = {...}}]`. Checked as far as parts go."""
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from error
+    raw = read_toml(path)
     layers = raw.pop("layers", [])
     table = raw.pop("policy", None)
     if table is None:

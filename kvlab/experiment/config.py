@@ -109,7 +109,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def margins(self) -> Margins:
-        return _convert(self.verdict, Margins, "verdict")
+        return convert(self.verdict, Margins, "verdict")
 
 
 def read(source: str | Path | dict) -> tuple[str, Experiment]:
@@ -117,17 +117,11 @@ def read(source: str | Path | dict) -> tuple[str, Experiment]:
     if isinstance(source, dict):
         return source.get("name", "experiment"), _experiment({k: v for k, v in source.items() if k != "name"}, "config")
     path = Path(source)
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from error
-    return path.stem, _experiment(raw, str(path))
+    return path.stem, _experiment(parts.read_toml(path), str(path))
 
 
 def _experiment(raw: dict, where: str) -> Experiment:
-    made = _convert(raw, Experiment, where)
+    made = convert(raw, Experiment, where)
     _ = made.margins  # a wrong table is refused before anything runs
     return made
 
@@ -147,7 +141,7 @@ def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = 
             tables.append(table)
     for path, value in [*(experiment.smoke.items() if smoke else ()), *map(parse_override, overrides)]:
         _override(tables, path, value)
-    cells = [_convert(table, Cell, "cell") for table in tables]
+    cells = [convert(table, Cell, "cell") for table in tables]
     for cell in cells:
         cell.make_task()
         parts.policy(cell.policy)
@@ -231,7 +225,7 @@ def _options(task: Any) -> set[str]:
     return {f.name for f in dataclasses.fields(parts.find(task.get("name"), TASKS, "task"))}
 
 
-def _convert(raw: dict, kind: type[S], where: str) -> S:
+def convert(raw: dict, kind: type[S], where: str) -> S:
     """msgspec's strict conversion, with unknown keys named beside their nearest neighbour."""
     if unknown := set(raw) - set(kind.__struct_fields__):
         key = sorted(unknown)[0]

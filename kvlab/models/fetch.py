@@ -62,6 +62,8 @@ HUB = "hf:"
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 HUB_WEIGHTS = ["*.safetensors", "model.safetensors.index.json"]  # never pickles
 
+BUILTIN = {"tiny-recall": Path(__file__).parent / "tiny_recall"}  # folders that ship with kvlab
+
 
 def cache_folder() -> Path:
     """`$KVLAB_CACHE`, or the user's cache folder."""
@@ -74,7 +76,7 @@ def find(name: str, again: bool = False, accept_terms: bool = False) -> Path:
     """The folder of a named model, fetched and converted if it is not there yet.
 
     Args:
-      name: a key of `PACKAGED`, "hf:org/name" or "hf:org/name@revision", a folder with config.json, or a .gguf file.
+      name: a key of `PACKAGED` or `BUILTIN`, "hf:org/name[@revision]", a folder with config.json, or a .gguf file.
       again: fetch and convert even if the folder exists.
       accept_terms: the user accepts the terms of the model's licence, where it has any (`$KVLAB_ACCEPT_TERMS` does too).
     Errors: ModelError.
@@ -84,6 +86,8 @@ def find(name: str, again: bool = False, accept_terms: bool = False) -> Path:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return _from_file(path, again)
+    if name in BUILTIN:
+        return BUILTIN[name]
     if name in PACKAGED:
         folder = cache_folder() / "models" / name
         if again or not folder.exists():
@@ -92,7 +96,8 @@ def find(name: str, again: bool = False, accept_terms: bool = False) -> Path:
         return folder
     if (path / "config.json").exists():
         return path
-    raise ModelError(f"no model {name!r}; {nearest(name, PACKAGED)}, hf:org/name, a folder with config.json, or a .gguf file")
+    known = nearest(name, [*PACKAGED, *BUILTIN])
+    raise ModelError(f"no model {name!r}; {known}, hf:org/name, a folder with config.json, or a .gguf file")
 
 
 def _check_terms(name: str, model: Packaged, accepted: bool) -> None:

@@ -2,8 +2,9 @@
 
 from kvlab.tasks.base import Batch, Task
 from kvlab.tasks.likelihood import Likelihood
+from kvlab.tasks.mqar import Mqar
 from kvlab.tasks.needle import Needle
 
-TASKS = {"needle": Needle, "likelihood": Likelihood}
+TASKS = {"needle": Needle, "likelihood": Likelihood, "mqar": Mqar}
 
-__all__ = ["TASKS", "Batch", "Likelihood", "Needle", "Task"]
+__all__ = ["TASKS", "Batch", "Likelihood", "Mqar", "Needle", "Task"]

@@ -1,0 +1,106 @@
+"""Training on disk: a folder that a killed run can be continued from.
+
+results/train/<name>/config.toml      written first; a folder of another config is refused
+                     env.json         digest of code, versions
+                     metrics.jsonl    a line per logged step, in order, each once
+                     checkpoints/     the newest state (Orbax), saved every `save` steps
+                     model/           the exported model, which `kvlab.models.load` reads
+                     summary.json     written last (its presence means: done)
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from kvlab.errors import ResultsError
+from kvlab.experiment.store import read_json, write_text
+from kvlab.train.config import Training
+from kvlab.train.step import State
+
+
+class Folder:
+    """The folder of one training. Use as a context: leaving it closes the checkpoints."""
+
+    def __init__(self, path: Path, training: Training, env: dict[str, Any], fresh: bool = False):
+        self.path = path.resolve()
+        self.metrics = self.path / "metrics.jsonl"
+        if fresh:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._open(tomli_w.dumps(_plain(training)), env)
+        self._manager = _manager(self.path / "checkpoints")
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._manager.close()
+
+    def _open(self, config: str, env: dict[str, Any]) -> None:
+        about = self.path / "config.toml"
+        if about.exists() and about.read_text(encoding="utf-8") != config:
+            raise ResultsError(f"{self.path} holds a training of another config; --fresh discards it, --out names another folder")
+        if not about.exists():
+            write_text(about, config)
+            write_text(self.path / "env.json", json.dumps(env, indent=1))
+
+    def summary(self) -> dict[str, Any] | None:
+        """What a finished training wrote, None before that."""
+        path = self.path / "summary.json"
+        return read_json(path) if path.exists() else None
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        write_text(self.path / "summary.json", json.dumps(summary, indent=1))
+
+    def restore(self, state: State) -> tuple[int, State]:
+        """The newest checkpoint's step and state (0 and the given one if there is none); the log is cut back to it."""
+        import orbax.checkpoint as ocp
+
+        step = self._manager.latest_step() or 0
+        if step:
+            try:
+                state = self._manager.restore(step, args=ocp.args.StandardRestore(state))
+            except (ValueError, OSError) as error:
+                raise ResultsError(f"{self.path}: checkpoint {step} cannot be read ({error}); start over with --fresh") from error
+        self._cut_log(step)
+        return step, state
+
+    def save(self, step: int, state: State) -> None:
+        """Returns once the checkpoint is whole; older ones go."""
+        import orbax.checkpoint as ocp
+
+        try:
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+            self._manager.wait_until_finished()
+        except OSError as error:
+            raise ResultsError(f"cannot write {self.path}: {error.strerror or error}; free space and run again") from error
+
+    def log(self, line: dict[str, Any]) -> None:
+        try:
+            with open(self.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint must not outlive the lines before it
+        except OSError as error:
+            raise ResultsError(f"cannot write {self.metrics}: {error.strerror}") from error
+
+    def _cut_log(self, step: int) -> None:
+        """Drops lines after the step, which will be written again, and a line that was cut off."""
+        text = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
+        kept = [line for line in text.splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_text(self.metrics, "".join(kept))
+
+
+def _plain(training: Training) -> dict[str, Any]:
+    return msgspec.json.decode(msgspec.json.encode(training))
+
+
+def _manager(path: Path):
+    import orbax.checkpoint as ocp
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(path, options=options)

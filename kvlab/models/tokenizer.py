@@ -109,7 +109,8 @@ class Tokenizer:
             raise ModelError(f"{about} is damaged ({error}); fetch the folder again") from error
         wanted, token = table.get("add_bos_token"), table.get("bos_token")
         if wanted is None:
-            plain, full = (self._library.encode("a", add_special_tokens=special).ids for special in (False, True))
+            some = self._library.decode([self._library.get_vocab_size() // 2])  # a text that any vocabulary has
+            plain, full = (self._library.encode(some, add_special_tokens=special).ids for special in (False, True))
             return full[0] if full[:1] != plain[:1] else None
         if not wanted:
             return None

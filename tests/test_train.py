@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from kvlab.tasks import Mqar
 from kvlab.tasks.mqar import KEYS, NOISE, VALUES, WORDS, sample
 from kvlab.train import config, evaluate, forward, init, loop, step, store
 
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 SMALL = {
     "name": "small",
     "question": "does it train?",
@@ -122,6 +124,13 @@ def test_overrides_reach_stages_and_bad_ones_are_named():
             config.read(SMALL, [override])
 
 
+def test_the_file_of_the_shipped_model_reads_small_and_whole():
+    for smoke, most in ((False, 400), (True, 25)):
+        name, training = config.read(EXPERIMENTS / "tiny_recall.toml", smoke=smoke)
+        assert name == "tiny_recall" and training.steps <= most and training.expect
+    assert training.shape() == models.load("tiny-recall").config
+
+
 def test_the_command_line_exits_with_2_and_one_line(tmp_path, monkeypatch, capsys):
     file = as_file(tmp_path / "wrong.toml", sed=1)
     for argument, message in ((file, "did you mean 'seed'"), (tmp_path / "none.toml", "give the path")):
@@ -175,6 +184,8 @@ def test_loss_falls_and_the_export_loads(tmp_path, capsys):
     assert loop.count(model.params) == summary["parameters"] and model.config == config.read(SMALL)[1].shape()
     assert summary["evaluate"][0]["queries"] == 8 and summary["evaluate"][0]["agreement"] == 1
     assert loop.train({**changed(log=10, save=80), **long}, out=tmp_path) == summary, "a finished training is only read"
+    (folder / "summary.json").unlink()
+    assert loop.train({**changed(log=10, save=80), **long}, out=tmp_path) == summary, "evaluated again after a kill at the end"
     with pytest.raises(ResultsError, match="another config; --fresh"):
         loop.train(SMALL, out=tmp_path)
 

@@ -44,22 +44,25 @@ def train(
     with Folder(path, training, environment(), fresh) as folder:
         if done := folder.summary():
             return done
-        params, figures = fit(training, folder, name)
+        params = fit(training, folder, name)
         export(folder.path / "model", training.shape(), params, WORDS, {"trained": name, "steps": training.steps})
         model = dataclasses.replace(models.load(str(folder.path / "model")), name=name)
-        summary = {"name": name, "parameters": count(params), **figures, **held_out(model, training)}
+        lines = folder.lines()
+        seconds = sum(line["seconds"] for line in lines)
+        about = {"name": name, "parameters": count(params), "steps": training.steps, "seconds": round(seconds, 1)}
+        summary = {**about, "loss": lines[-1]["loss"], **held_out(model, training)}
         folder.finish(summary)
     return summary
 
 
-def fit(training: config.Training, folder: Folder, name: str) -> tuple[Any, dict[str, Any]]:
-    """Runs the steps that are left; parameters and the last step's figures."""
+def fit(training: config.Training, folder: Folder, name: str) -> Any:
+    """Runs the steps that are left and returns the parameters."""
     shape = training.shape()
     rule = step.adamw(training.optimiser, training.steps)
     params = init.parameters(shape, training.seed)
     first, state = folder.restore(step.State(params, rule.init(params)))
     advance = step.compiled(shape, rule)
-    begin, line = time.perf_counter(), {}
+    before = time.perf_counter()
     with report.progress() as bar:
         task = bar.add_task(name, total=training.steps, completed=first)
         for now in range(first + 1, training.steps + 1):
@@ -68,12 +71,13 @@ def fit(training: config.Training, folder: Folder, name: str) -> tuple[Any, dict
             last = now == training.steps
             if now % training.log == 0 or last:
                 line = {"step": now, "stage": number, "loss": float(loss), "accuracy": float(right)}
-                folder.log(line)
+                before, seconds = time.perf_counter(), time.perf_counter() - before
+                folder.log({**line, "seconds": round(seconds, 3)})
                 bar.update(task, description=f"{name} {number}/{len(training.stages)} loss {line['loss']:.4f}")
             if now % training.save == 0 or last:
                 folder.save(now, state)
             bar.update(task, advance=1)
-    return state.params, {"steps": training.steps, "seconds": time.perf_counter() - begin, "loss": line.get("loss")}
+    return state.params
 
 
 def count(params: Any) -> int:

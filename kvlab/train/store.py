@@ -88,11 +88,14 @@ class Folder:
         except OSError as error:
             raise ResultsError(f"cannot write {self.metrics}: {error.strerror}") from error
 
-    def _cut_log(self, step: int) -> None:
-        """Drops lines after the step, which will be written again, and a line that was cut off."""
+    def lines(self) -> list[dict[str, Any]]:
+        """The log's lines so far, without one that was cut off."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
-        kept = [line for line in text.splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["step"] <= step]
-        write_text(self.metrics, "".join(kept))
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def _cut_log(self, step: int) -> None:
+        """Drops lines after the step, which will be written again."""
+        write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step))
 
 
 def _plain(training: Training) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def _byte_level(get, pre: str):
     from tokenizers.models import BPE
 
     tokens = get("tokens")
-    merges = [tuple(line.split(" ")) for line in get("merges")]
+    merges = [tuple(line.split(" ")) for line in get("merges", ())]
     made = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"))
     pattern = PATTERNS[pre]
     if pattern is None:

@@ -1,7 +1,8 @@
-"""The command line: `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input with one clear line, 1 anything else."""
+"""The command line: `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input (one clear line), 130 stopped by Ctrl-C, 1 anything else."""
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,16 @@ Policies = Annotated[
 def _beside(files: list[str]) -> None:
     """Parts named by import path may lie beside the file that names them."""
     sys.path[:0] = [str(Path(file).resolve().parent) for file in files if file.endswith(".toml")]
+
+
+@contextmanager
+def _resumable():
+    """For commands that go on where they were stopped."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; what is finished is kept, run the same command to go on", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def write_json(path: Path | None, figures: dict) -> None:
@@ -60,7 +71,8 @@ def run(
     from kvlab.experiment import report
     from kvlab.experiment.run import run as run_
 
-    frame = run_(file, set_, smoke, out, accept_stale, fresh)
+    with _resumable():
+        frame = run_(file, set_, smoke, out, accept_stale, fresh)
     write_json(json_, report.as_json(frame))
 
 
@@ -76,7 +88,8 @@ def train(
     """Train a model: steps, resumable from the last checkpoint, then an export and held-out figures."""
     from kvlab.train.loop import train as train_
 
-    summary = train_(file, set_, smoke, out, fresh)
+    with _resumable():
+        summary = train_(file, set_, smoke, out, fresh)
     print(json.dumps(summary, indent=1))
     write_json(json_, summary)
 
@@ -202,6 +215,3 @@ def main() -> None:
     except KvlabError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; finished batches are kept, run the same command to go on", file=sys.stderr)
-        sys.exit(130)

@@ -14,6 +14,8 @@ from kvlab.sampling import Sampling
 
 def prompt_ids(model: Model, text: str, as_chat: bool = False, system: str | None = None) -> list[int]:
     """Token ids of a plain prompt, or of a conversation's first turn by the model's template. Errors: ModelError."""
+    if system and not as_chat:
+        raise ConfigError("a system message needs a conversation: write --chat too")
     if not as_chat:
         return model.tokenizer.prompt(text)
     messages = [{"role": "system", "content": system}] if system else []
@@ -35,8 +37,13 @@ class Words:
     def add(self, ids: Sequence[int]) -> str:
         self._ids += [int(i) for i in ids]
         text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
+        return "" if text.endswith("\ufffd") else self._new(text)
+
+    def flush(self) -> str:
+        """What was held back to the end."""
+        return self._new(self._tokenizer.decode(self._ids))
+
+    def _new(self, text: str) -> str:
         new, self._done = text[self._done :], len(text)
         return new
 
@@ -62,12 +69,14 @@ def generate(
     first = time.perf_counter() - begin
     words, pieces = Words(model.tokenizer), []
 
-    def each(tokens):
-        pieces.append(words.add([t for t in tokens.ravel() if t >= 0 and t not in model.stops]))
-        show(pieces[-1])
+    def put(piece: str):
+        pieces.append(piece)
+        show(piece)
 
+    each = lambda tokens: put(words.add([t for t in tokens.ravel() if t >= 0 and t not in model.stops]))
     each(session.tokens)
     session.stream(new_tokens - 1, each)
+    put(words.flush())
     steps = session.step_seconds[1:] or session.step_seconds
     used = memory.footprint(session.policies, session.state.caches, parts.policy({}), len(ids) + new_tokens)
     return {

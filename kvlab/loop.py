@@ -39,12 +39,14 @@ NEVER = np.int32(np.iinfo(np.int32).max)
 
 
 class Steps(NamedTuple):
-    """What n steps of B rows leave: the token sampled after each (−1 where a row had stopped) and what was watched.
+    """What n steps of B rows leave: the token sampled after each (−1 where a row had stopped), how many steps were taken
+    before all rows had stopped, and what was watched (zeros after that).
 
     logits `[n, B, V]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens; None if not watched.
     """
 
     tokens_nB: Any
+    taken: Any
     logits: Any = None
     entropy: Any = None
     reads: Any = None
@@ -132,8 +134,8 @@ def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, 
         )  # fmt: skip
         return i + 1, state, out
 
-    _, state, out = lax.while_loop(going, step, (0, state, _outputs(config, n, B, watch)))
-    return state, Steps(**out)
+    taken, state, out = lax.while_loop(going, step, (0, state, _outputs(config, n, B, watch)))
+    return state, Steps(taken=taken, **out)
 
 
 def _layers(config, model, policies, caches, token_B, pos_B, live_B):

@@ -53,11 +53,12 @@ class Sampling:
 
 def keys(seed: int | Sequence[int], batch: int):
     """A key per row: of its own seed, or of one seed and the row's number."""
-    if isinstance(seed, int):
-        return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(batch))
-    if len(seed) != batch:
-        raise ConfigError(f"{len(seed)} seeds for {batch} rows; give one number, or one for each row")
-    return jax.vmap(jax.random.key)(jnp.asarray(seed))
+    seeds = np.asarray(seed)
+    if seeds.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(int(seeds)), jnp.arange(batch))
+    if len(seeds) != batch:
+        raise ConfigError(f"{len(seeds)} seeds for {batch} rows; give one number, or one for each row")
+    return jax.vmap(jax.random.key)(jnp.asarray(seeds))
 
 
 def filtered(sampling: Sampling, logits_BV, seen_BV):
@@ -71,7 +72,8 @@ def filtered(sampling: Sampling, logits_BV, seen_BV):
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, V), V).astype(jnp.int32)
     kept = jnp.where(jnp.arange(V) < column(k), top, -jnp.inf)
     before = jnp.cumsum(jax.nn.softmax(kept, -1), -1) - jax.nn.softmax(kept, -1)  # probability of the likelier ones
-    last = jnp.minimum(k, (before < column(sampling.top_p)).sum(-1)) - 1
+    inside = (before < column(sampling.top_p)) | (column(sampling.top_p) >= 1)
+    last = jnp.minimum(k, inside.sum(-1)) - 1
     least = jnp.take_along_axis(top, column(jnp.maximum(last, 0)), 1)
     least = jnp.maximum(least, top[:, :1] + jnp.log(column(sampling.min_p)))
     return jnp.where(logits >= least, logits, -jnp.inf)

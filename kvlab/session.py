@@ -30,7 +30,7 @@ class Session:
 
     Attributes:
       mode: "record" (the prompt was exact and compressed afterwards) or "streamed" (it went through the caches).
-      limit: tokens, prompt included, that a row may come to.
+      limits: tokens, prompt included, that each row may come to.
       fill_seconds: how long filling the caches took.
       step_seconds: wall time of every `run`, with its number of steps.
       pending: per row the token that was sampled last and not fed yet; −1 where there is none.
@@ -44,12 +44,14 @@ class Session:
         B = len(state.token_B)
         if len(forced) not in (0, B):
             raise ConfigError(f"forced tokens for {len(forced)} rows of {B}; give one list for each row, or none")
-        self.engine, self.policies, self.limit, self.mode = engine, tuple(policies), limit, mode
+        self.engine, self.policies, self.mode = engine, tuple(policies), mode
+        self.limits = np.full(B, limit)
+        self._most = limit
         self.fill_seconds = 0.0
         self.step_seconds: list[tuple[float, int]] = []
         width = -(-max([len(f) for f in forced] + [1]) // PAGE) * PAGE  # so that lengths close by share a trace
         self._forced = padded(forced or [[]] * B, width, -1)
-        self._stops = jnp.asarray(list(stops) or [-2], jnp.int32)
+        self._stops = frozenset(map(int, stops))
         self._how = sampling and sampling.rows(B)
         if sampling:
             first = jnp.full((B, engine.config.vocab), NEVER)
@@ -73,10 +75,11 @@ class Session:
             raise CapacityError(f"{n} more tokens asked for, {self.room} fit; start the session with a larger new_tokens")
         if not self._has_next.all():
             raise ConfigError(f"rows {np.flatnonzero(~self._has_next).tolist()} were cut back; extend them by a token first")
+        stops = jnp.asarray(sorted(self._stops) or [-2], jnp.int32)
         begin = time.perf_counter()
-        args = self.engine.config, self.engine.model.params, self.policies, self.state, self._how, self._forced, self._stops
+        args = self.engine.config, self.engine.model.params, self.policies, self.state, self._how, self._forced, stops
         self.state, steps = jax.block_until_ready(loop.decode(*args, n=n, watch=frozenset(watch)))
-        self.step_seconds.append((time.perf_counter() - begin, n))
+        self.step_seconds.append((time.perf_counter() - begin, int(steps.taken)))
         self._sampled.append(np.asarray(steps.tokens_nB))
         return steps
 
@@ -96,11 +99,14 @@ class Session:
         """
         if len(turns) != len(self.lengths) or not any(map(len, turns)):
             raise ConfigError(f"a turn for each of {len(self.lengths)} rows is needed, and a token in one; given: {len(turns)}")
-        if (self._forced >= 0).sum(1).max() > np.asarray(self.state.fed_B).min():
-            raise ConfigError("forced tokens are waiting to be fed; run them first")
-        longest = int((self.lengths + [len(t) for t in turns]).max())
-        if longest > self.limit:
-            raise CapacityError(f"the turn makes {longest} tokens, the session holds {self.limit}; start it with more new_tokens")
+        if self._sampled:  # the prompt of a stream comes before anything that is forced
+            self._check_forced()
+        length = self.lengths + [len(t) for t in turns]
+        if (over := length > self.limits).any():
+            row = int(np.argmax(over))
+            raise CapacityError(
+                f"the turn makes {length[row]} tokens in row {row}, which holds {self.limits[row]}; start with more new_tokens"
+            )
         config, params, logits = self.engine.config, self.engine.model.params, None
         for begin in range(0, max(map(len, turns)), CHUNK):
             part = [t[begin : begin + CHUNK] for t in turns]
@@ -122,7 +128,7 @@ class Session:
             state = dataclasses.replace(state, first_BV=jnp.asarray(first))
         token = loop.draw(self._how, logits_BV, state.first_BV, state.key_B, state.pos_B)
         waiting = (self._forced[:, 0] >= 0) & (np.asarray(state.fed_B) == 0)
-        stopped = np.isin(token, self._stops) & ~waiting
+        stopped = np.isin(token, list(self._stops)) & ~waiting
         self.state = dataclasses.replace(
             state,
             token_B=jnp.where(fed, token, state.token_B),
@@ -132,10 +138,13 @@ class Session:
         self._sampled.append(np.where(fed, token, -1)[None])
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Cuts each row back to its first tokens; `extend` must follow. Exact: what remains is as if no more had come.
+        """Cuts each row back to its first tokens; `extend` must follow. What remains is stored as it was.
 
+        So raw caches are as if no more had come; where codes share a scale over a page, a page that was committed since keeps
+        its codes. `tokens` and `answers` still tell what had been sampled.
         Errors: CapacityError where tokens that a row of this length would still have were dropped since.
         """
+        self._check_forced()
         length = np.asarray(lengths, np.int32)
         if length.shape != self.lengths.shape or (length < 1).any() or (length > self.lengths).any():
             raise ConfigError(f"truncate to {list(lengths)}; allowed: for each row from 1 to {self.lengths.tolist()}")
@@ -154,14 +163,14 @@ class Session:
             first = jnp.where(self.state.first_BV < length[:, None], self.state.first_BV, NEVER)
             self.state = dataclasses.replace(self.state, first_BV=first)
         self._has_next &= ~cut
-        left = min(int(policy.room(cache).min()) for policy, cache in zip(self.policies, caches))
-        self.limit = min(self.limit, int(length.min()) + left)
+        room = [np.asarray(policy.room(cache)).min(1).astype(np.int64) for policy, cache in zip(self.policies, caches)]
+        self.limits = np.minimum(self._most, length + np.min(room, 0))
 
     def rows(self, index: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray | None = None) -> "Session":
         """Another session with the named rows, in that order (a row named twice is forked); this one stays usable.
 
         Args:
-          tokens: what each row is fed next instead of what it had sampled.
+          tokens: what each row is fed next instead of what it had sampled; rows that had stopped go on.
         """
         pick = np.asarray(index)
         if not len(pick) or pick.min() < 0 or pick.max() >= len(self.lengths):
@@ -169,13 +178,25 @@ class Session:
         other = copy.copy(self)
         other.state = loop.rows(self.policies, self.state, pick)
         other._how = jax.tree.map(lambda x: x[pick], self._how)
-        other._forced, other._has_next = self._forced[pick], self._has_next[pick]
+        other._forced, other._has_next, other.limits = self._forced[pick], self._has_next[pick], self.limits[pick]
         other._sampled, other.step_seconds = [x[:, pick] for x in self._sampled], []
         if tokens is not None:
-            other.state = dataclasses.replace(other.state, token_B=jnp.asarray(tokens, jnp.int32))
-            other._has_next = np.ones(len(pick), bool)
-            other._sampled[-1] = np.asarray(tokens)[None]
+            other._feed_next(np.array(tokens, np.int32))
         return other
+
+    def _feed_next(self, token_B: np.ndarray) -> None:
+        """Replaces what was sampled last."""
+        self._check_forced()
+        vocab, shape = self.engine.config.vocab, self._has_next.shape
+        if token_B.shape != shape or token_B.min() < 0 or token_B.max() >= vocab:
+            raise ConfigError(f"tokens {token_B.tolist()}; allowed: one for each of {shape[0]} rows, from 0 to {vocab - 1}")
+        self.state = dataclasses.replace(self.state, token_B=jnp.asarray(token_B), done_B=jnp.zeros(shape, bool))
+        self._has_next = np.ones(shape, bool)
+        self._sampled[-1] = token_B[None]
+
+    def _check_forced(self) -> None:
+        if ((self._forced >= 0).sum(1) > np.asarray(self.state.fed_B)).any():
+            raise ConfigError("forced tokens are waiting to be fed; run them first")
 
     # ------------------------------------------------------------------------------------------------------ what there is
 
@@ -186,8 +207,8 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be fed to the longest row."""
-        return self.limit - int(self.lengths.max())
+        """Tokens that may still be fed to every row."""
+        return int((self.limits - self.lengths).min())
 
     @property
     def pending(self) -> np.ndarray:
@@ -202,7 +223,7 @@ class Session:
         return bool(np.asarray(self.state.done_B).all())
 
     def answers(self) -> list[list[int]]:
-        """What each row sampled after its forced tokens, without the stop token."""
+        """What each row sampled after its forced tokens, without the stop token; also what was rolled back since."""
         given = (self._forced >= 0).sum(1)
         return [[t for t in row[k:].tolist() if t >= 0 and t not in self._stops] for row, k in zip(self.tokens, given)]
 

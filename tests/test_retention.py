@@ -189,6 +189,15 @@ def test_recent_tokens_stay_under_a_rule_that_would_drop_them():
         assert {*range(pos - 5, pos + 1)} <= kept(np.asarray(cache.pos))
 
 
+def test_a_rule_that_holds_everything_dear_yields_to_protection():
+    record, zeros = flat_record(64)
+    policy = Policy(Protect(Window(10, 100), sinks=2, recent=4), Raw(), Contiguous(), ReadAll())
+    cache = policy.fill(record, 16)
+    for pos in range(64, 80):
+        cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
+        assert {0, 1, *range(pos - 3, pos + 1)} <= kept(np.asarray(cache.pos))
+
+
 def test_protecting_more_than_fits_is_refused():
     """CASES 3: fewer slots than sinks is an error that says so, not a cache of sinks alone."""
     policy = Policy(Protect(Flat(2), sinks=4, recent=1), Raw(), Contiguous(), ReadAll())

@@ -137,10 +137,61 @@ def test_room_counts_slots_lost_to_a_cut_page(engine):
     session = started(engine, [ids(60, 1)], POLICIES["int8 pages"], new=132)
     session.run(70)
     session.truncate([10])
-    assert session.room == 192 - 64 and session.limit == 138
+    assert session.room == 192 - 64 and session.limits.tolist() == [138]
     session.extend([ids(128, 2)])
     with pytest.raises(CapacityError, match="1 more tokens asked for, 0 fit"):
         session.run(1)
+
+
+def test_room_is_each_rows_own(engine):
+    """Rows of very different lengths: what one row lost is not taken from another, and a fork has its own."""
+    session = started(engine, [ids(300, 1), ids(10, 2)], POLICIES["int8 pages"], new=20)
+    session.run(5)
+    session.truncate([303, 12])
+    assert session.limits.tolist() == [320, 320] and session.room == 17
+    session.extend([[1], ids(200, 3)])
+    session.truncate([200, 12])  # both end in pages that were committed, whose places stay taken
+    assert session.limits.tolist() == [200 + 64, 12 + 4 * 64] and session.rows([1]).room == 256
+    session.extend([ids(60, 4), [1]])
+
+
+def test_a_stream_may_be_followed_by_forced_tokens(engine):
+    streamed = engine.stream([ids(90, 1)], FULL, 20, forced=[ids(5, 2)])
+    streamed.run(12)
+    assert streamed.answers() == forced_after(engine, 12).answers()
+
+
+def forced_after(engine, steps):
+    session = started(engine, [ids(90, 1)], FULL, 20, forced=[ids(5, 2)])
+    session.run(steps)
+    return session
+
+
+def test_forced_tokens_come_before_turns_and_rollbacks(engine):
+    session = forced_after(engine, 3)
+    for change in (lambda: session.truncate([91]), lambda: session.rows([0], [1]), lambda: session.extend([[1]])):
+        with pytest.raises(ConfigError, match="forced tokens are waiting"):
+            change()
+    session.run(2)
+    session.extend([[1]])
+    stopped = started(engine, [ids(20, 1), ids(20, 2)], FULL, 40, forced=[ids(1, 3), ids(9, 4)], stops=range(256))
+    stopped.run(12)
+    stopped.extend([[1], [2]])  # a row that stopped early fed fewer than another row was forced to
+
+
+def test_rows_take_the_tokens_they_are_given(engine):
+    session = started(engine, [ids(20, 1), ids(30, 2)], FULL, 20, stops=range(256))
+    assert session.done
+    other = session.rows([1, 0], [7, 8])
+    assert not other.done and other.pending.tolist() == [7, 8]
+    fresh = started(engine, [ids(30, 2) + [7], ids(20, 1) + [8]], FULL, 20)
+    np.testing.assert_allclose(
+        next_logits(other), np.asarray(engine.prefill([ids(30, 2) + [7], ids(20, 1) + [8]]).logits_BV), atol=1e-4
+    )
+    assert other.tokens[:, -1].tolist() == fresh.tokens[:, 0].tolist()
+    for wrong in ([1], [1, -1], [1, 256]):
+        with pytest.raises(ConfigError, match="one for each of 2 rows, from 0 to 255"):
+            session.rows([0, 1], wrong)
 
 
 def test_reordered_rows_equal_fresh_ones(engine):
@@ -175,7 +226,7 @@ def test_a_streamed_prompt(engine, name):
 
 def test_turns_that_do_not_fit_are_refused_before_anything_is_lost(engine):
     session = started(engine, [ids(20)], FULL, 10)
-    with pytest.raises(CapacityError, match="makes 31 tokens, the session holds 30"):
+    with pytest.raises(CapacityError, match="makes 31 tokens in row 0, which holds 30"):
         session.extend([ids(11)])
     with pytest.raises(ConfigError, match="a turn for each of 1 rows"):
         session.extend([[1], [2]])

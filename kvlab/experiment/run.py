@@ -129,8 +129,9 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
     session = engine.start(prompt, policies, batch.new_tokens, batch.rows, batch.forced, engine.model.stops)
     kept, footprint = snapshot(session, batch)
     watch = ("entropy", "logits") if logits else ("entropy",)
-    seen_logits, seen_entropy = [], []
-    while session.room and not session.done:
+    seen_logits: list[np.ndarray] = []
+    seen_entropy: list[np.ndarray] = []
+    while len(seen_entropy) < batch.new_tokens and not (session.done and seen_entropy):
         steps = session.run(1, watch)
         seen_entropy.append(np.asarray(steps.entropy[0]))
         if logits:
@@ -165,7 +166,7 @@ def snapshot(session: Session, batch: Batch) -> tuple[np.ndarray, dict[str, Any]
 
 def timing(session: Session, prompt: Prefilled, rows: int) -> dict[str, Any]:
     """Times of one batch. The first step is left out of the rates: it may have compiled."""
-    first, *rest = [seconds / n for seconds, n in session.step_seconds]
+    first, *rest = [seconds / max(n, 1) for seconds, n in session.step_seconds]
     return {
         "rows": rows,
         "prefill_seconds": prompt.seconds,

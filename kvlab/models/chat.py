@@ -26,11 +26,11 @@ def render(source: str | None, messages: Sequence[dict[str, str]], bos: str = ""
       messages: [{"role": "user", "content": "…"}, …].
     Errors: ModelError for a model without a template, or a template that does not take these messages.
     """
+    if source is None:
+        raise ModelError("this model has no chat template (it was not trained on conversations); give plain text instead")
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    if source is None:
-        raise ModelError("this model has no chat template (it was not trained on conversations); give plain text instead")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 
     def refuse(message):

@@ -39,6 +39,8 @@ class Protect(Retention):
         return self.inner.pool
 
     def budget(self, prompt, total, unit):
+        if self.sinks < 0 or self.recent < 0:
+            raise ConfigError(f"protect: sinks={self.sinks}, recent={self.recent}; both must be ≥ 0")
         given, need = self.inner.budget(prompt, total, unit), self.sinks + self.recent
         if unit > 1:  # the pages of the sinks, and those that `recent` consecutive positions can touch
             need = (-(-self.sinks // PAGE) + -(-max(self.recent - 1, 0) // PAGE) + 1) * PAGE
@@ -54,7 +56,8 @@ class Protect(Retention):
 
     def priority(self, state, pos, now):
         safe = (pos < self.sinks) | (pos > now - self.recent)
-        return jnp.where(safe, jnp.inf, self.inner.priority(state, pos, now).astype(jnp.float32))
+        inner = self.inner.priority(state, pos, now).astype(jnp.float32)
+        return jnp.where(safe, jnp.inf, jnp.minimum(inner, jnp.finfo(jnp.float32).max))  # inner's ∞ must not tie
 
     def visibility(self):
         seen = self.inner.visibility()

@@ -1,4 +1,4 @@
-"""The command line: `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input (one clear line), 130 stopped by Ctrl-C, 1 anything else."""
+"""The command line, `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input in one clear line, 130 stopped, 1 anything else."""
 
 import json
 import sys

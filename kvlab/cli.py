@@ -82,6 +82,7 @@ def train(
     set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
     smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    accept_stale: Annotated[bool, typer.Option(help="Go on with other code than the steps so far.")] = False,
     fresh: Annotated[bool, typer.Option(help="Discard what there is so far.")] = False,
     json_: Json = None,
 ) -> None:
@@ -89,7 +90,7 @@ def train(
     from kvlab.train.loop import train as train_
 
     with _resumable():
-        summary = train_(file, set_, smoke, out, fresh)
+        summary = train_(file, set_, smoke, out, accept_stale, fresh)
     print(json.dumps(summary, indent=1))
     write_json(json_, summary)
 

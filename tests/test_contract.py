@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 
 from kvlab import memory
+from kvlab.codec import KV, Int8, Raw
 from kvlab.core import PAGE
+from kvlab.layout import Contiguous
+from kvlab.policy import Policy
+from kvlab.retention import KeepAll
+from kvlab.selection import ReadAll
 from tests import tools
 
 
@@ -69,3 +74,15 @@ def test_one_trace_for_sixty_four_steps():
         for i in range(64):
             cache = jitted(policy, cache, key[i], s.query[i], s.lengths + i)
     assert traces == 1
+
+
+@pytest.mark.parametrize("k,v", [(Int8("channel"), Raw("bfloat16")), (Raw("float16"), Int8())], ids=str)
+def test_keys_and_values_have_widths_of_their_own(k, v):
+    """CASES 14: seven query heads on one KV head, keys of one width and values of another, each coded by its own codec alone."""
+    s = tools.sequence(lengths=(150, 97), steps=70, H=1, G=7)
+    policy = Policy(KeepAll(), KV(k, v), Contiguous(), ReadAll())
+    first, _, seen = tools.run(policy, s)
+    for step in (0, 30, 69):
+        np.testing.assert_allclose(seen["out"][step], tools.oracle(policy, s, seen, step), atol=2e-5)
+    per_page = sum(x.nbytes for x in jax.tree.leaves(first.memory)) / (first.pos.shape[2] * 2)
+    assert per_page == k.page_bytes(32) + v.page_bytes(32)

@@ -188,6 +188,10 @@ def test_loss_falls_and_the_export_loads(tmp_path, capsys):
     assert loop.train({**changed(log=10, save=80), **long}, out=tmp_path) == summary, "evaluated again after a kill at the end"
     with pytest.raises(ResultsError, match="another config; --fresh"):
         loop.train(SMALL, out=tmp_path)
+    (folder / "env.json").write_text(json.dumps({"code": "f" * 64}))
+    with pytest.raises(ResultsError, match="other code.*--accept-stale"):
+        loop.train({**changed(log=10, save=80), **long}, out=tmp_path)
+    assert loop.train({**changed(log=10, save=80), **long}, out=tmp_path, accept_stale=True) == summary
 
 
 def read_log(folder):

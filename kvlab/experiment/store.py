@@ -56,13 +56,7 @@ class Run:
             shutil.rmtree(self.folder, ignore_errors=True)
         about = self.folder / "env.json"
         if about.exists() and not accept_stale:
-            before = read_json(about)
-            for what in ("code", "weights", "text"):
-                if before.get(what) != env[what]:
-                    raise ResultsError(
-                        f"{self.folder} was made with other {what} ({str(before.get(what))[:12]} against {env[what][:12]}); "
-                        "pass --accept-stale to build on it, --fresh to start over, or --out for another folder"
-                    )
+            check_same(self.folder, read_json(about), env)
         if not about.exists():
             import tomli_w
 
@@ -90,6 +84,16 @@ class Run:
 
     def finish(self, summary: dict) -> None:
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+
+
+def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> None:
+    """Refuses to build on what other code, weights or text made. Errors: ResultsError."""
+    for what in ("code", "weights", "text"):
+        if before.get(what) != env.get(what):
+            raise ResultsError(
+                f"{folder} was made with other {what} ({str(before.get(what))[:12]} against {str(env.get(what))[:12]}); "
+                "pass --accept-stale to build on it, --fresh to start over, or --out for another folder"
+            )
 
 
 def read_json(path: Path) -> dict:

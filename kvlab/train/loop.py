@@ -26,6 +26,7 @@ def train(
     overrides: Sequence[str] = (),
     smoke: bool = False,
     out: str | Path = "results",
+    accept_stale: bool = False,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Trains what a file (or the same tables as a dict) describes and returns its summary; a finished one is only read.
@@ -34,6 +35,7 @@ def train(
       overrides: "dotted.path=value" strings, as after `--set`.
       smoke: use the file's [smoke] overrides; results go to a folder of their own.
       out: folder of results; this training's is `train/<name>` in it.
+      accept_stale: go on with other code than the steps so far were made with.
       fresh: discard what there is so far.
     Errors: KvlabError with one clear line; checkpoints stay.
     """
@@ -41,7 +43,7 @@ def train(
     compilation.use_private_cache()
     path = Path(out) / "train" / (f"{name}-smoke" if smoke else name)
     check_writable(path)
-    with Folder(path, training, environment(), fresh) as folder:
+    with Folder(path, training, environment(), accept_stale, fresh) as folder:
         if done := folder.summary():
             return done
         params = fit(training, folder, name)

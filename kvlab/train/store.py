@@ -18,7 +18,7 @@ import msgspec
 import tomli_w
 
 from kvlab.errors import ResultsError
-from kvlab.experiment.store import read_json, write_text
+from kvlab.experiment.store import check_same, read_json, write_text
 from kvlab.train.config import Training
 from kvlab.train.step import State
 
@@ -26,12 +26,12 @@ from kvlab.train.step import State
 class Folder:
     """The folder of one training. Use as a context: leaving it closes the checkpoints."""
 
-    def __init__(self, path: Path, training: Training, env: dict[str, Any], fresh: bool = False):
+    def __init__(self, path: Path, training: Training, env: dict[str, Any], accept_stale: bool = False, fresh: bool = False):
         self.path = path.resolve()
         self.metrics = self.path / "metrics.jsonl"
         if fresh:
             shutil.rmtree(self.path, ignore_errors=True)
-        self._open(tomli_w.dumps(_plain(training)), env)
+        self._open(tomli_w.dumps(_plain(training)), env, accept_stale)
         self._manager = _manager(self.path / "checkpoints")
 
     def __enter__(self) -> "Folder":
@@ -40,11 +40,14 @@ class Folder:
     def __exit__(self, *error) -> None:
         self._manager.close()
 
-    def _open(self, config: str, env: dict[str, Any]) -> None:
+    def _open(self, config: str, env: dict[str, Any], accept_stale: bool) -> None:
         about = self.path / "config.toml"
         if about.exists() and about.read_text(encoding="utf-8") != config:
             raise ResultsError(f"{self.path} holds a training of another config; --fresh discards it, --out names another folder")
-        if not about.exists():
+        if (self.path / "env.json").exists():
+            if not accept_stale:
+                check_same(self.path, read_json(self.path / "env.json"), env)
+        else:
             write_text(about, config)
             write_text(self.path / "env.json", json.dumps(env, indent=1))
 

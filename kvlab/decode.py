@@ -84,7 +84,7 @@ class Engine:
         if rows is not None:
             caches = loop.pick_rows(policies, caches, index)
         state = _state(caches, _lengths(prompts))
-        session = Session(self, policies, state, limit, forced, stops, sampling, seed)
+        session = Session(self.model, policies, state, limit, forced, stops, sampling, seed)
         session.fill_seconds = seconds
         session.continue_from(prompts, prompt.logits_BV[index])
         return session
@@ -101,7 +101,7 @@ class Engine:
         record = Record(nothing, nothing, jnp.full((B, PAGE), EMPTY))
         caches = tuple(loop.fill(p, record, budget) for p, budget in zip(policies, budgets))
         options = {"forced": (), "stops": (), "sampling": None, "seed": 0, **options}
-        session = Session(self, policies, _state(caches, np.zeros(B, np.int32)), limit, mode="streamed", **options)
+        session = Session(self.model, policies, _state(caches, np.zeros(B, np.int32)), limit, mode="streamed", **options)
         session.extend(prompts)
         return session
 

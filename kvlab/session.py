@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,10 @@ from kvlab import loop
 from kvlab.core import PAGE
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.loop import NEVER, State, Steps
+from kvlab.models import Model
 from kvlab.policy import Policy
 from kvlab.sampling import Sampling
 from kvlab.sampling import keys as sampling_keys
-
-if TYPE_CHECKING:
-    from kvlab.decode import Engine
 
 WATCHABLE = frozenset({"logits", "entropy", "reads"})
 CHUNK = 256  # tokens of a turn that go through the layers together
@@ -38,13 +35,13 @@ class Session:
     """
 
     def __init__(
-        self, engine: "Engine", policies: Sequence[Policy], state: State, limit: int, forced: Sequence[Sequence[int]],
+        self, model: Model, policies: Sequence[Policy], state: State, limit: int, forced: Sequence[Sequence[int]],
         stops: Sequence[int], sampling: Sampling | None, seed: int | Sequence[int], mode: str = "record",
     ):  # fmt: skip
         B = len(state.token_B)
         if len(forced) not in (0, B):
             raise ConfigError(f"forced tokens for {len(forced)} rows of {B}; give one list for each row, or none")
-        self.engine, self.policies, self.mode = engine, tuple(policies), mode
+        self.model, self.policies, self.mode = model, tuple(policies), mode
         self.limits = np.full(B, limit)
         self._most = limit
         self.fill_seconds = 0.0
@@ -54,7 +51,7 @@ class Session:
         self._stops = frozenset(map(int, stops))
         self._how = sampling and sampling.rows(B)
         if sampling:
-            first = jnp.full((B, engine.config.vocab), NEVER)
+            first = jnp.full((B, model.config.vocab), NEVER)
             state = dataclasses.replace(state, key_B=sampling_keys(seed, B), first_BV=first)
         self.state = state
         self._has_next = np.zeros(B, bool)
@@ -77,7 +74,7 @@ class Session:
             raise ConfigError(f"rows {np.flatnonzero(~self._has_next).tolist()} were cut back; extend them by a token first")
         stops = jnp.asarray(sorted(self._stops) or [-2], jnp.int32)
         begin = time.perf_counter()
-        args = self.engine.config, self.engine.model.params, self.policies, self.state, self._how, self._forced, stops
+        args = self.model.config, self.model.params, self.policies, self.state, self._how, self._forced, stops
         self.state, steps = jax.block_until_ready(loop.decode(*args, n=n, watch=frozenset(watch)))
         self.step_seconds.append((time.perf_counter() - begin, int(steps.taken)))
         self._sampled.append(np.asarray(steps.tokens_nB))
@@ -107,7 +104,7 @@ class Session:
             raise CapacityError(
                 f"the turn makes {length[row]} tokens in row {row}, which holds {self.limits[row]}; start with more new_tokens"
             )
-        config, params, logits = self.engine.config, self.engine.model.params, None
+        config, params, logits = self.model.config, self.model.params, None
         for begin in range(0, max(map(len, turns)), CHUNK):
             part = [t[begin : begin + CHUNK] for t in turns]
             count = np.array([len(t) for t in part], np.int32)
@@ -187,7 +184,7 @@ class Session:
     def _feed_next(self, token_B: np.ndarray) -> None:
         """Replaces what was sampled last."""
         self._check_forced()
-        vocab, shape = self.engine.config.vocab, self._has_next.shape
+        vocab, shape = self.model.config.vocab, self._has_next.shape
         if token_B.shape != shape or token_B.min() < 0 or token_B.max() >= vocab:
             raise ConfigError(f"tokens {token_B.tolist()}; allowed: one for each of {shape[0]} rows, from 0 to {vocab - 1}")
         self.state = dataclasses.replace(self.state, token_B=jnp.asarray(token_B), done_B=jnp.zeros(shape, bool))

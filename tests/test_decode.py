@@ -59,7 +59,7 @@ def test_positions_are_true_after_eviction(engine):
     local = Engine(tools.tiny_model(windows=(spec["window"],) * 2))
     # the same weights with a local window in the model itself, over a full cache filled by the unwindowed prefill
     full = engine.start(engine.prefill([prompt]), FULL, 4)
-    full.engine = local
+    full.model = local.model
     want = full.run(4, watch=["logits"]).logits
     np.testing.assert_allclose(got, want, atol=1e-4)
 

@@ -155,12 +155,13 @@ def test_finished_batches_are_not_computed_again(on_tiny, tmp_path, monkeypatch)
 
 
 def test_other_code_refuses_to_build_on_old_results(on_tiny, tmp_path, monkeypatch):
-    kvlab.run(SMALL, out=tmp_path)
+    small = {**SMALL, "grid": {"task": SMALL["grid"]["task"][1:]}}
+    kvlab.run(small, out=tmp_path)
     monkeypatch.setattr(runner, "code_digest", lambda: "f" * 64)
     with pytest.raises(ResultsError, match="other code.*--accept-stale"):
-        kvlab.run(SMALL, out=tmp_path)
-    kvlab.run(SMALL, out=tmp_path, accept_stale=True)
-    kvlab.run(SMALL, out=tmp_path, fresh=True)
+        kvlab.run(small, out=tmp_path)
+    kvlab.run(small, out=tmp_path, accept_stale=True)
+    kvlab.run(small, out=tmp_path, fresh=True)
 
 
 def test_a_rule_of_ones_own_runs_by_import_path(on_tiny, tmp_path):

@@ -1,5 +1,6 @@
 """What stays: naive oracles in numpy, one per rule, and the rules of budgets."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -163,6 +164,9 @@ class Oldest(tools.KeyNorm):
         return -pos.astype(jnp.float32)
 
 
+append = jax.jit(lambda policy, *args: policy.append(*args))
+
+
 def flat_record(n, bucket=64):
     zeros = jnp.zeros((1, 1, bucket, 16), jnp.float32)
     return Record(zeros, zeros, jnp.where(jnp.arange(bucket) < n, jnp.arange(bucket), EMPTY)[None]), zeros
@@ -175,7 +179,7 @@ def test_protected_tokens_lose_no_tie():
     cache = policy.fill(record, policy.budget(8, 64))
     assert kept(np.asarray(cache.pos)) == {0, 1, 6, 7}
     for pos in range(8, 30):
-        cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
+        cache = append(policy, cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
         assert {0, 1, pos} <= kept(np.asarray(cache.pos)) and len(kept(np.asarray(cache.pos))) == 4
 
 
@@ -185,7 +189,7 @@ def test_recent_tokens_stay_under_a_rule_that_would_drop_them():
     cache = policy.fill(record, 16)
     assert kept(np.asarray(cache.pos)) == {*range(10), *range(34, 40)}
     for pos in range(40, 50):
-        cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
+        cache = append(policy, cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
         assert {*range(pos - 5, pos + 1)} <= kept(np.asarray(cache.pos))
 
 
@@ -194,7 +198,7 @@ def test_a_rule_that_holds_everything_dear_yields_to_protection():
     policy = Policy(Protect(Window(10, 100), sinks=2, recent=4), Raw(), Contiguous(), ReadAll())
     cache = policy.fill(record, 16)
     for pos in range(64, 80):
-        cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
+        cache = append(policy, cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
         assert {0, 1, *range(pos - 3, pos + 1)} <= kept(np.asarray(cache.pos))
 
 

@@ -75,9 +75,9 @@ class Engine:
           sampling: how tokens are drawn (see `kvlab.sampling`); greedy without.
           seed: of the draws: one, from which every row gets a key of its own, or one per row.
         """
-        policies, budgets, limit = self._plan(prompt.prompts, policy, new_tokens)
+        policies, sizes, limit = self._plan(prompt.prompts, policy, new_tokens)
         begin = time.perf_counter()
-        caches = jax.block_until_ready(tuple(map(loop.fill, policies, prompt.records, budgets)))
+        caches = jax.block_until_ready(tuple(map(loop.fill, policies, prompt.records, sizes)))
         seconds = time.perf_counter() - begin
         index = jnp.arange(len(prompt.prompts)) if rows is None else jnp.asarray(rows)
         prompts = [prompt.prompts[i] for i in index.tolist()]
@@ -95,11 +95,11 @@ class Engine:
         Unlike `prefill`, which is exact and compresses afterwards, every chunk reads only what the policy has kept by then.
         `options` are those of `start` after `new_tokens`, without `rows`.
         """
-        policies, budgets, limit = self._plan(prompts, policy, new_tokens)
+        policies, sizes, limit = self._plan(prompts, policy, new_tokens)
         c, B = self.config, len(prompts)
         nothing = jnp.zeros((B, c.kv_heads, PAGE, c.head_dim))
         record = Record(nothing, nothing, jnp.full((B, PAGE), EMPTY))
-        caches = tuple(loop.fill(p, record, budget) for p, budget in zip(policies, budgets))
+        caches = tuple(loop.fill(p, record, budget) for p, budget in zip(policies, sizes))
         options = {"forced": (), "stops": (), "sampling": None, "seed": 0, **options}
         session = Session(self.model, policies, _state(caches, np.zeros(B, np.int32)), limit, mode="streamed", **options)
         session.extend(prompts)
@@ -123,8 +123,13 @@ class Engine:
         """A policy per layer, the tokens that each layer's cache holds, and the tokens that a row may come to."""
         longest = self._longest(prompts, new_tokens)
         policies = per_layer(policy, self.config)
-        total = -(-(longest + new_tokens) // PAGE) * PAGE
-        return policies, tuple(p.budget(longest, total) for p in policies), longest + new_tokens
+        return policies, budgets(policies, longest, new_tokens), longest + new_tokens
+
+
+def budgets(policies: Sequence[Policy], longest: int, new_tokens: int) -> tuple[int, ...]:
+    """Tokens that each layer's cache holds for prompts of up to `longest` tokens and `new_tokens` more, in whole pages."""
+    total = -(-(longest + new_tokens) // PAGE) * PAGE
+    return tuple(policy.budget(longest, total) for policy in policies)
 
 
 def _lengths(rows) -> np.ndarray:

@@ -20,8 +20,13 @@ def kv_bytes(batch: int, tokens: int, layers: int, kv_heads: int, head_dim: int,
 
 
 def resident(tree) -> int:
-    """Bytes of all arrays in a cache (or any pytree)."""
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+    """Bytes of all arrays, or shapes of arrays, in a cache (or any pytree)."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def page_bytes(policy: Policy, head_dim: int) -> int:
+    """Codes of one head's page, keys and values, by the codecs' own figures."""
+    return policy.codec.keys.page_bytes(head_dim) + policy.codec.values.page_bytes(head_dim)
 
 
 def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: int) -> int:
@@ -31,7 +36,7 @@ def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: i
     where codes are committed by the page, a raw tail.
     """
     pages = -(-budget // PAGE)
-    codes = policy.codec.keys.page_bytes(head_dim) + policy.codec.values.page_bytes(head_dim)
+    codes = page_bytes(policy, head_dim)
     tail = 2 * PAGE * head_dim * 4 if policy.tailed else 0
     return batch * kv_heads * (pages * (codes + PAGE * 4) + tail + 4 * 4)
 
@@ -72,7 +77,7 @@ def footprint(policies: Sequence[Policy], caches: Sequence[Cache], full: Policy,
     plain = len(caches) * heads * 2 * dim * 4
     asked = live = 0.0
     for policy, cache in zip(policies, caches):
-        per_token = heads * (policy.codec.keys.page_bytes(dim) + policy.codec.values.page_bytes(dim)) / PAGE
+        per_token = heads * page_bytes(policy, dim) / PAGE
         asked += min(policy.retention.budget(total, total, 1), total) * per_token
         live += float(visible(policy, cache).sum()) / (rows * heads) * per_token
     return Footprint(resident(caches) // rows, full_bytes, asked / (plain * total), live / (plain * seen))

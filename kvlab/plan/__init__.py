@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 from kvlab.core import PAGE, Cache
+from kvlab.decode import budgets
 from kvlab.errors import CapacityError, ConfigError
+from kvlab.memory import page_bytes, resident
 from kvlab.models.config import ModelConfig
 from kvlab.plan import workspace
 from kvlab.plan.workspace import Workspace
@@ -175,37 +177,25 @@ def _figures(dims: Dims, policies: Sequence[Policy], batch: int, length: int, ne
     filled = _caches(dims, policies, batch, length, new_tokens)
     params = workspace.weights(dims.config) if dims.config else {"blocks": {}}
     layers = tuple(
-        _layer(policy, budget, cache, dims, batch, size(params["blocks"].get(i, ())))
+        _layer(policy, budget, cache, dims, batch, resident(params["blocks"].get(i, ())))
         for i, (policy, (budget, cache)) in enumerate(zip(policies, filled))
     )
     space = workspace.estimate(dims, policies, [budget for budget, _ in filled], batch, length)
-    return Plan(dims, batch, length, new_tokens, size(params), layers, space)
+    return Plan(dims, batch, length, new_tokens, resident(params), layers, space)
 
 
 def _caches(dims: Dims, policies, batch: int, length: int, new_tokens: int) -> list[tuple[int, Cache]]:
     """Budget and shapes of each layer's cache, as `Engine.start` fills it; layers that share a policy are traced once."""
     record = workspace.record(batch, dims.kv_heads, dims.head_dim, length)
-    total = -(-(length + new_tokens) // PAGE) * PAGE
     made: dict[int, tuple[int, Cache]] = {}
-    for policy in policies:
+    for policy, budget in zip(policies, budgets(policies, length, new_tokens)):
         if id(policy) not in made:
-            budget = policy.budget(length, total)
             made[id(policy)] = budget, jax.eval_shape(lambda r, p=policy, b=budget: p.fill(r, b), record)
     return [made[id(policy)] for policy in policies]
 
 
 def _layer(policy: Policy, budget: int, cache: Cache, dims: Dims, batch: int, weights: int) -> Layer:
-    memory = size(cache.memory)
+    memory = resident(cache.memory)
     own = max(memory - batch * dims.kv_heads * page_bytes(policy, dims.head_dim) * -(-budget // PAGE), 0)
-    metadata = size((cache.pos, cache.opened, cache.open, cache.offset, cache.lost, cache.tail))
-    return Layer(policy, budget, weights, memory - own, metadata, size(cache.index), size(cache.retained) + own)
-
-
-def page_bytes(policy: Policy, head_dim: int) -> int:
-    """Codes of one head's page, keys and values, by the codecs' own figures."""
-    return policy.codec.keys.page_bytes(head_dim) + policy.codec.values.page_bytes(head_dim)
-
-
-def size(tree: Any) -> int:
-    """Bytes of all arrays, or shapes of arrays, in a pytree."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    metadata = resident((cache.pos, cache.opened, cache.open, cache.offset, cache.lost, cache.tail))
+    return Layer(policy, budget, weights, memory - own, metadata, resident(cache.index), resident(cache.retained) + own)

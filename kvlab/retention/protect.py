@@ -4,8 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvlab.core import PAGE, Retention, Visibility, part
+from kvlab.core import Retention, Visibility, part
 from kvlab.errors import ConfigError
+from kvlab.retention.window import span
 
 
 @part
@@ -41,9 +42,7 @@ class Protect(Retention):
     def budget(self, prompt, total, unit):
         if self.sinks < 0 or self.recent < 0:
             raise ConfigError(f"protect: sinks={self.sinks}, recent={self.recent}; both must be ≥ 0")
-        given, need = self.inner.budget(prompt, total, unit), self.sinks + self.recent
-        if unit > 1:  # the pages of the sinks, and those that `recent` consecutive positions can touch
-            need = (-(-self.sinks // PAGE) + -(-max(self.recent - 1, 0) // PAGE) + 1) * PAGE
+        given, need = self.inner.budget(prompt, total, unit), span(self.sinks, self.recent, unit)
         if min(given, total) < min(need, total):
             raise ConfigError(
                 f"protect: sinks={self.sinks} and recent={self.recent} need {need} tokens, {self.inner} keeps {given}; "

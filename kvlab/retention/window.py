@@ -6,6 +6,13 @@ from kvlab.core import PAGE, Retention, Visibility, part, static
 from kvlab.errors import ConfigError
 
 
+def span(sinks: int, recent: int, unit: int) -> int:
+    """Slots that the first `sinks` tokens and any `recent` consecutive ones can take, in units of 1 or a page."""
+    if unit == 1:
+        return sinks + recent
+    return (-(-sinks // PAGE) + -(-max(recent - 1, 0) // PAGE) + 1) * PAGE
+
+
 @part
 class Window(Retention):
     """The first `sinks` tokens and the last `size` (the current one included): StreamingLLM,
@@ -24,10 +31,7 @@ class Window(Retention):
             raise ConfigError(f"window: size={self.size}, sinks={self.sinks}; size must be ≥ 1 and sinks ≥ 0")
 
     def budget(self, prompt, total, unit):
-        if unit == 1:
-            return self.sinks + self.size
-        # the pages of the sinks, and those that `size` consecutive positions can touch
-        return (-(-self.sinks // PAGE) + -(-(self.size - 1) // PAGE) + 1) * PAGE
+        return span(self.sinks, self.size, unit)
 
     def priority(self, state, pos, now):
         return jnp.where(pos < self.sinks, jnp.inf, pos)

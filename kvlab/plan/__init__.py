@@ -10,7 +10,6 @@ too, and the sum is what a run then reports: `resident_bytes` of a sequence, tim
 import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
 
 import jax
 

@@ -23,6 +23,7 @@ be computed over the whole page.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, dataclass_transform
 
 import jax
@@ -64,8 +65,10 @@ class Retention:
       evicts: whether a full cache evicts (True) or refuses to grow (False).
       aligned: with pages as units, a prompt keeps whole aligned pages (as appending would have left them).
       pool: "max" or "mean": how the priorities of a page's tokens make the page's.
+      needs: what `score` is given besides, by keyword, of `NEEDS`; what nobody needs is not kept.
     """
 
+    needs: Any = ()
     unit: Any = None
     evicts: Any = True
     aligned: Any = False
@@ -75,8 +78,15 @@ class Retention:
         """Tokens to keep for a prompt of `prompt` tokens in a sequence that may grow to `total`. Static."""
         return total
 
-    def score(self, key, value, pos):
-        """A pytree of per-token state, leaves `[B, H, T, ...]`, from keys and values `[B, H, T, D]`, `pos [B, 1, T]`."""
+    def at(self, layer: int, model) -> "Retention":
+        """The part for one layer of a model (`ModelConfig`), for parts that differ by layer; idempotent."""
+        return self
+
+    def score(self, key, value, pos, **seen):
+        """A pytree of per-token state, leaves `[B, H, T, ...]`, from keys and values `[B, H, T, D]`, `pos [B, 1, T]`.
+
+        `seen` holds what the retention `needs`.
+        """
         return ()
 
     def priority(self, state, pos, now):
@@ -164,15 +174,37 @@ class Layout:
 
 
 class Pages(NamedTuple):
-    """A selection's answer: pages to read, `[B, H, R]`, padded with −1."""
+    """A selection's answer: pages to read, `[B, H, R]`, padded with −1 at the end.
+
+    An index of None is everything. `bound [B, H]` says which limit was active (`NO_BOUND`, `BY_SHARE`, `BY_MAXIMUM`).
+    `shared` goes to the layers after this one; where it is None, they get what this one got.
+    """
 
     index: Any
+    bound: Any = None
+    shared: Any = None
 
 
 class Tokens(NamedTuple):
-    """A selection's answer: slots to read, `[B, H, R]`, padded with −1."""
+    """A selection's answer: slots to read, `[B, H, R]`, padded with −1 at the end. The rest as in `Pages`."""
 
     index: Any
+    bound: Any = None
+    shared: Any = None
+
+
+NO_BOUND, BY_SHARE, BY_MAXIMUM = 0, 1, 2  # everything was read; a share of what is visible; a largest number
+
+
+class Around(NamedTuple):
+    """What a selection may use besides its own state.
+
+    `shared` is what a layer before passed on, or None; `logits()` gives the exact logits `[B, H, Q, N, P]` of all that is
+    stored, which reads every key.
+    """
+
+    shared: Any
+    logits: Callable[[], Any]
 
 
 class Selection:
@@ -180,20 +212,38 @@ class Selection:
 
     Attributes:
       reads_all: nothing is left out, so attention is over every visible token.
+      by_position: slots of different layers must hold the same tokens, so no layer may evict.
     """
 
     reads_all = False
+    by_position = False
+
+    def at(self, layer: int, model, token_bytes: float) -> "Selection":
+        """The part for one layer of a model (`ModelConfig`), whose codes take `token_bytes` a token and head; idempotent."""
+        return self
+
+    def rows(self, index) -> "Selection":
+        """The part for the named rows of a batch, where it holds a figure per row."""
+        return self
+
+    def index_bytes(self, dim: int) -> float:
+        """Bytes of index keys that a query reads, per stored token and KV head."""
+        return 0.0
 
     def start(self, key_BHNPD, pos_BHNP):
-        """State for a filled cache."""
+        """State for a filled cache; EMPTY slots have zero keys."""
         return ()
 
-    def write(self, state, page_BH, offset_BH, key_BHD, fresh_BH):
-        """State after a token was placed; `fresh` where it opened (and emptied) its page. Pages ≥ N are dropped."""
+    def write(self, state, page_BH, offset_BH, key_BHD, pos_B, fresh_BH):
+        """State after a token was placed; `fresh` where its page held nothing else. Pages ≥ N are dropped.
+
+        Tokens that are cut off later leave their state behind; `visible` says that they are gone.
+        """
         return state
 
-    def select(self, state, query_BHQD, visible_BHNP, cache: "Cache") -> Pages | Tokens:
-        raise NotImplementedError(f"{type(self).__name__} must define select(state, query, visible, cache)")
+    def select(self, state, query_BHQD, visible_BHNP, cache: "Cache", around: Around) -> Pages | Tokens:
+        """What the queries of each KV head read together; queries are scaled."""
+        raise NotImplementedError(f"{type(self).__name__} must define select(state, query, visible, cache, around)")
 
 
 def kept(length: int, ratio: float) -> int:
@@ -210,13 +260,20 @@ def kept(length: int, ratio: float) -> int:
 # ----------------------------------------------------------------------------------------------- what passes between
 
 
+NEEDS = ("hidden",)  # what a retention may ask for: the layer's input [B, 1, T, E], the residual stream before its norm
+
+
 @part
 class Record:
-    """What one layer's prefill leaves behind for every policy: post-RoPE keys, values, positions (EMPTY in pads)."""
+    """What one layer's prefill leaves behind for every policy: post-RoPE keys, values, positions (EMPTY in pads).
+
+    `seen` holds what the policies need besides, by the names in `NEEDS`, `[B, 1 or H, T, ...]`.
+    """
 
     key_BHTD: Any
     value_BHTD: Any
     pos_BT: Any
+    seen: Any = dataclasses.field(default_factory=dict)
 
 
 @part

@@ -7,7 +7,7 @@ session.run(32)                                       # greedy; session.tokens g
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from kvlab.sampling import Sampling
 from kvlab.selection import ReadAll
 from kvlab.session import Session, bucket, padded
 
-__all__ = ["Engine", "Prefilled", "Session", "bucket", "per_layer"]
+__all__ = ["Engine", "Prefilled", "Session", "bucket", "needs", "per_layer"]
 
 
 class Prefilled(NamedTuple):
@@ -46,11 +46,16 @@ class Engine:
         self.model = model
         self.config = model.config
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """Runs the prompts (token ids, ragged) together, exactly. Errors: CapacityError for an empty or too long prompt."""
+    def prefill(self, prompts: Sequence[Sequence[int]], needs: Iterable[str] = ()) -> Prefilled:
+        """Runs the prompts (token ids, ragged) together, exactly.
+
+        Args:
+          needs: what policies need of the prompt besides keys and values (`Retention.needs`).
+        Errors: CapacityError for an empty or too long prompt.
+        """
         tokens = padded(prompts, bucket(self._longest(prompts)))
         begin = time.perf_counter()
-        done = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts))
+        done = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts), frozenset(needs))
         records, logits = jax.block_until_ready(done)
         return Prefilled(prompts, records, logits, time.perf_counter() - begin)
 
@@ -76,6 +81,8 @@ class Engine:
           seed: of the draws: one, from which every row gets a key of its own, or one per row.
         """
         policies, sizes, limit = self._plan(prompt.prompts, policy, new_tokens)
+        if missing := needs(policies) - set(prompt.records[0].seen):
+            raise ConfigError(f"the policy needs {sorted(missing)} of the prompt; write engine.prefill(prompts, needs(policies))")
         begin = time.perf_counter()
         caches = jax.block_until_ready(tuple(map(loop.fill, policies, prompt.records, sizes)))
         seconds = time.perf_counter() - begin
@@ -98,7 +105,8 @@ class Engine:
         policies, sizes, limit = self._plan(prompts, policy, new_tokens)
         c, B = self.config, len(prompts)
         nothing = jnp.zeros((B, c.kv_heads, PAGE, c.head_dim))
-        record = Record(nothing, nothing, jnp.full((B, PAGE), EMPTY))
+        seen = {name: jnp.zeros((B, 1, PAGE, c.hidden)) for name in needs(policies)}
+        record = Record(nothing, nothing, jnp.full((B, PAGE), EMPTY), seen)
         caches = tuple(loop.fill(p, record, budget) for p, budget in zip(policies, sizes))
         options = {"forced": (), "stops": (), "sampling": None, "seed": 0, **options}
         session = Session(self.model, policies, _state(caches, np.zeros(B, np.int32)), limit, mode="streamed", **options)
@@ -151,6 +159,13 @@ def per_layer(policy: Policy | Sequence[Policy], config: ModelConfig) -> tuple[P
         policies = tuple(policy)
         if len(policies) != config.layers:
             raise ConfigError(f"{len(policies)} policies for a model of {config.layers} layers; give one, or one per layer")
-        return policies
-    windows = (config.window(layer) for layer in range(config.layers))
-    return tuple(policy if w is None else Policy(Window(w, 0), policy.codec, policy.layout, ReadAll()) for w in windows)
+    else:
+        local = lambda w: Policy(Window(w, 0), policy.codec, policy.layout, ReadAll())
+        windows = (config.window(layer) for layer in range(config.layers))
+        policies = tuple(policy if w is None else local(w) for w in windows)
+    return tuple(each.at(layer, config) for layer, each in enumerate(policies))
+
+
+def needs(policies: Sequence[Policy]) -> set[str]:
+    """What the policies need of a prompt besides keys and values, for `Engine.prefill`."""
+    return {name for policy in policies for name in policy.retention.needs}

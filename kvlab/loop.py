@@ -42,7 +42,8 @@ class Steps(NamedTuple):
     """What n steps of B rows leave: the token sampled after each (−1 where a row had stopped), how many steps were taken
     before all rows had stopped, and what was watched (zeros after that).
 
-    logits `[n, B, V]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens; None if not watched.
+    logits `[n, B, V]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens, bound `[n, L, B, H]` (which limit
+    a selection met, see `kvlab.core.NO_BOUND`); None if not watched.
     """
 
     tokens_nB: Any
@@ -50,23 +51,32 @@ class Steps(NamedTuple):
     logits: Any = None
     entropy: Any = None
     reads: Any = None
+    bound: Any = None
 
 
-@functools.partial(jax.jit, static_argnames="config", compiler_options=compilation.memory_first())
-def prefill(config: ModelConfig, params, tokens_BT, length_B):
-    """Records of all layers and the logits after each row's last token. Pads lie on the right."""
+@functools.partial(jax.jit, static_argnames=("config", "needs"), compiler_options=compilation.memory_first())
+def prefill(config: ModelConfig, params, tokens_BT, length_B, needs: frozenset = frozenset()):
+    """Records of all layers and the logits after each row's last token. Pads lie on the right.
+
+    `needs` names what the records hold besides keys and values (`kvlab.core.NEEDS`).
+    """
     model = bind(config, params)
     pos_T = jnp.arange(tokens_BT.shape[1])
     pos_BT = jnp.where(pos_T < length_B[:, None], pos_T, EMPTY)
     records = []
 
-    def attend(layer, query, key, value):
+    def attend(layer, query, key, value, x):
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        records.append(Record(key, value, pos_BT))
+        records.append(Record(key, value, pos_BT, {name: seen(x)[name] for name in sorted(needs)}))
         return attention.prefill(query, key, value, config.attention(layer))
 
     x = model(tokens_BT, pos_T[None], attend)
     return tuple(records), model.logits(_last(x, length_B))
+
+
+def seen(x):
+    """What a retention may need of the layer's input `[B, ..., hidden]`, with an axis for heads: see `kvlab.core.NEEDS`."""
+    return {"hidden": x[:, None]}
 
 
 def _last(x_BTD, length_B):
@@ -89,9 +99,9 @@ def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, le
     pos_BT = jnp.where(step_T < length_B[:, None], true_BT, EMPTY)
     new = []
 
-    def attend(layer, query, key, value):
+    def attend(layer, query, key, value, x):
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        out, cache = policies[layer].extend(caches[layer], query, key, value, pos_BT, config.attention(layer))
+        out, cache = policies[layer].extend(caches[layer], query, key, value, pos_BT, config.attention(layer), seen(x))
         new.append(cache)
         return out
 
@@ -126,6 +136,7 @@ def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, 
             "logits": logits,
             "entropy": jnp.stack([a.entropy_BHQ for a in infos]),
             "reads": jnp.stack([a.reads_BH for a in infos]),
+            "bound": jnp.stack([a.bound_BH for a in infos]),
         }
         out = {name: buffer.at[i].set(watched[name]) for name, buffer in out.items()}
         state = dataclasses.replace(
@@ -140,12 +151,14 @@ def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, 
 
 def _layers(config, model, policies, caches, token_B, pos_B, live_B):
     """One token per row through the model: the last layer's output, the new caches and each layer's diagnostics."""
-    new, infos = [], []
+    new, infos, shared = [], [], None
 
-    def attend(layer, query, key, value):
+    def attend(layer, query, key, value, x):
+        nonlocal shared
         policy = policies[layer]
-        cache = policy.append(caches[layer], key, value, pos_B, live_B)
-        done = policy.attend(cache, query, pos_B, config.attention(layer))
+        cache = policy.append(caches[layer], key, value, pos_B, live_B, seen(x))
+        done = policy.attend(cache, query, pos_B, config.attention(layer), shared)
+        shared = done.shared
         new.append(done.cache)
         infos.append(done.info)
         return done.out_BHQD
@@ -160,6 +173,7 @@ def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset) -> dict:
         "logits": lambda: jnp.zeros((n, B, V)),
         "entropy": lambda: jnp.zeros((n, L, B, H, G)),
         "reads": lambda: jnp.zeros((n, L, B, H), jnp.int32),
+        "bound": lambda: jnp.zeros((n, L, B, H), jnp.int32),
     }
     return {name: make() for name, make in buffers.items() if name == "tokens_nB" or name in watch}
 

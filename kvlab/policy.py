@@ -9,7 +9,7 @@ from jax import lax
 
 from kvlab import reading
 from kvlab.attention import AttentionSpec
-from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
+from kvlab.core import EMPTY, NEEDS, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
 from kvlab.errors import RefusedPolicy
 
 
@@ -18,6 +18,7 @@ class Attended(NamedTuple):
     lse_BHQ: Any
     info: reading.Info
     cache: Cache
+    shared: Any = None
 
 
 @part
@@ -50,6 +51,26 @@ class Policy:
                 f"{keep} replaces single tokens, but pages of {self.layout} are immutable once written; "
                 f"let the retention evict pages (unit={PAGE}) or use the contiguous layout"
             )
+        if keep.evicts and self.selection.by_position:
+            yield (
+                f"{self.selection} passes slots from layer to layer, but {keep} moves tokens to other slots in each; "
+                "use a retention that keeps all, or a selection of the layer's own"
+            )
+        if unknown := set(keep.needs) - set(NEEDS):
+            yield f"{keep} needs {sorted(unknown)}; allowed: {', '.join(NEEDS)}"
+
+    def at(self, layer: int, model) -> "Policy":
+        """The policy for one layer of a model (`ModelConfig`), for parts that differ by layer; idempotent."""
+        dim = model.head_dim
+        per_token = (self.codec.keys.page_bytes(dim) + self.codec.values.page_bytes(dim)) / PAGE
+        keep, select = self.retention.at(layer, model), self.selection.at(layer, model, per_token)
+        if keep is self.retention and select is self.selection:
+            return self
+        return dataclasses.replace(self, retention=keep, selection=select)
+
+    def for_rows(self, index) -> "Policy":
+        """The policy for the named rows of a batch."""
+        return dataclasses.replace(self, selection=self.selection.rows(index))
 
     @property
     def group(self) -> int:
@@ -80,7 +101,8 @@ class Policy:
         """
         B, H, T, D = record.key_BHTD.shape
         N = -(-budget // PAGE)
-        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None])
+        seen = {name: record.seen[name] for name in self.retention.needs}
+        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **seen)
         index, ok = self._keep(record, score, budget, N * PAGE)
         safe = jnp.where(ok, index, 0)
 
@@ -143,10 +165,11 @@ class Policy:
 
     # ----------------------------------------------------------------------------------------------------- appending
 
-    def append(self, cache: Cache, key_BHD, value_BHD, pos_B, live_B=None) -> Cache:
+    def append(self, cache: Cache, key_BHD, value_BHD, pos_B, live_B=None, seen=None) -> Cache:
         """Places one token per row at its true position, evicting if need be. Rows that are not `live` stay as they were.
 
-        Never reads codes, so within one jit it must come before `attend`: XLA then updates the cache in place.
+        Never reads codes, so within one jit it must come before `attend`: XLA then updates the cache in place. `seen` holds
+        what the retention needs, `[B, 1 or H, ...]`.
         """
         N = cache.pos.shape[2]
         live = jnp.ones(cache.opened.shape, bool) if live_B is None else jnp.broadcast_to(live_B[:, None], cache.opened.shape)
@@ -154,10 +177,12 @@ class Policy:
         page = jnp.where(live, page, N)  # out of range: dropped
         row, head = _index(page)
         cleared = jnp.where(fresh & (self.unit > 1), page, N)
+        alone = fresh if self.unit > 1 else (cache.pos[row, head, jnp.minimum(page, N - 1)] < 0).all(-1)
         pos = cache.pos.at[row, head, cleared].set(EMPTY, mode="drop")
         pos = pos.at[row, head, page, offset].set(jnp.broadcast_to(pos_B[:, None], page.shape), mode="drop")
         tail, memory = self._store(cache, page, offset, key_BHD, value_BHD)
-        score = self.retention.score(key_BHD[:, :, None], value_BHD[:, :, None], pos_B[:, None, None])
+        needed = {name: seen[name][:, :, None] for name in self.retention.needs}
+        score = self.retention.score(key_BHD[:, :, None], value_BHD[:, :, None], pos_B[:, None, None], **needed)
         put = lambda old, new: old.at[row, head, page, offset].set(new[:, :, 0], mode="drop")
         return Cache(
             pos,
@@ -167,7 +192,7 @@ class Policy:
             jnp.where(evicts, pos_B[:, None], cache.lost),
             memory, tail,
             jax.tree.map(put, cache.retained, score),
-            self.selection.write(cache.index, page, offset, key_BHD, fresh), cache.budget,
+            self.selection.write(cache.index, page, offset, key_BHD, pos_B, alone), cache.budget,
         )  # fmt: skip
 
     def _place(self, cache: Cache, pos_B, live):
@@ -212,15 +237,15 @@ class Policy:
 
     # ----------------------------------------------------------------------------------------------------- attending
 
-    def attend(self, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec) -> Attended:
+    def attend(self, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None) -> Attended:
         """Attention of one token's queries (Q = G query heads of a KV head) at positions `pos_B` over the cache.
 
-        A row with nothing to read gives output 0, lse −inf and gradient 0.
+        A row with nothing to read gives output 0, lse −inf and gradient 0. `shared` is what the layers before passed on.
         """
-        out, lse, info = reading.token(self, cache, query_BHQD, pos_B, spec)
-        return Attended(out, lse, info, cache)
+        out, lse, info, shared = reading.token(self, cache, query_BHQD, pos_B, spec, shared)
+        return Attended(out, lse, info, cache, shared)
 
-    def extend(self, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):
+    def extend(self, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec, seen=None):
         """A chunk of a prompt: its attention over the cache and over itself `[B, T, H, G, D]`, then the cache that holds it too.
 
         What feeding the tokens one by one gives (positions EMPTY are pads, on the right), except that a chunk reads all
@@ -234,7 +259,9 @@ class Policy:
 
         def step(t, cache):
             pos = pos_BT[:, t]
-            return self.append(cache, key[:, :, t], value[:, :, t], pos, pos >= 0)
+            return self.append(
+                cache, key[:, :, t], value[:, :, t], pos, pos >= 0, {n: x[:, :, t] for n, x in (seen or {}).items()}
+            )
 
         return out, lax.fori_loop(0, pos_BT.shape[1], step, cache)
 

@@ -3,6 +3,7 @@
 `policy` is a `kvlab.policy.Policy`. Masks are `[B, H, M, N, P]`, with M = 1 where all queries stand at one position.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,30 +11,38 @@ from jax import lax
 
 from kvlab import attention
 from kvlab.attention import AttentionSpec, Partial
-from kvlab.core import BLOCK, PAGE, Cache, Tokens
+from kvlab.core import BLOCK, NO_BOUND, PAGE, Around, Cache, Pages, Tokens
 
 
 class Info(NamedTuple):
-    """Diagnostics of one attention: entropy of each query head (nats) and tokens read per KV head. Unused ones cost nothing."""
+    """Diagnostics of one attention: entropy of each query head (nats), tokens read per KV head, and which limit held them
+    down (`kvlab.core.NO_BOUND` and so on). Unused ones cost nothing.
+    """
 
     entropy_BHQ: Any
     reads_BH: Any
+    bound_BH: Any
 
 
-def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec):
-    """One token's queries over what the selection names: output `[B, H, Q, D]`, log-sum-exp `[B, H, Q]`, `Info`."""
+def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None):
+    """One token's queries over what the selection names: output `[B, H, Q, D]`, log-sum-exp `[B, H, Q]`, `Info`, `shared`."""
     query, sees = query_BHQD * spec.scale, _sight(policy, spec, pos_B[:, None])
-    tail_ok = jnp.ones((), bool)
-    if policy.selection.reads_all:
+    tail_ok, bound = jnp.ones((), bool), jnp.full(cache.opened.shape, NO_BOUND)
+    picked = Pages(None)
+    if not policy.selection.reads_all:
+        visible = sees(cache.pos)[:, :, 0]
+        around = Around(shared, functools.partial(_logits, policy, cache, query, spec))
+        picked = policy.selection.select(cache.index, query, visible, cache, around)
+        bound = bound if picked.bound is None else picked.bound
+        shared = shared if picked.shared is None else picked.shared
+    if picked.index is None:
         done, reads = _everything(policy, cache, query, sees, spec, in_one=True)
     else:
-        visible = sees(cache.pos)[:, :, 0]
-        picked = policy.selection.select(cache.index, query, visible, cache)
         done, reads, tail_ok = _picked(policy, cache, query, visible, picked, spec)
     if policy.tailed:
         done = attention.merge(done, _tail(cache, query, sees, tail_ok, spec))
     out, lse, entropy = attention.finish(done)
-    return out, lse, Info(entropy, reads)
+    return out, lse, Info(entropy, reads, bound), shared
 
 
 def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):
@@ -104,6 +113,23 @@ def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
     used = jnp.minimum(-(-cache.opened.max() * policy.unit // PAGE), N)
     loop = lambda: lax.fori_loop(0, -(-used // BLOCK), step, empty)
     return lax.cond(2 * used > N, lambda: read(0, N, 0), loop) if in_one else loop()
+
+
+def _logits(policy, cache: Cache, query, spec):
+    """Logits of all that is stored `[B, H, Q, N, P]`, from the codes block by block and from the tail."""
+    B, H, N, P = cache.pos.shape
+    block = min(N, BLOCK)
+
+    def step(i, out):
+        start = jnp.minimum(i * block, N - block)
+        new = policy.codec.keys.scores(query, policy.layout.slice(cache.memory, start, block)["k"])
+        return lax.dynamic_update_slice_in_dim(out, new, start, 3)
+
+    out = lax.fori_loop(0, -(-N // block), step, jnp.zeros((B, H, query.shape[2], N, P)))
+    if policy.tailed:
+        own = jnp.einsum("bhqd,bhpd->bhqp", query, cache.tail[0])[..., None, :]
+        out = jnp.where(_in_tail(cache, jnp.arange(N))[:, :, None, :, None], own, out)
+    return spec.cap(out)
 
 
 def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):

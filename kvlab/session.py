@@ -18,7 +18,7 @@ from kvlab.policy import Policy
 from kvlab.sampling import Sampling
 from kvlab.sampling import keys as sampling_keys
 
-WATCHABLE = frozenset({"logits", "entropy", "reads"})
+WATCHABLE = frozenset({"logits", "entropy", "reads", "bound"})
 CHUNK = 256  # tokens of a turn that go through the layers together
 
 
@@ -63,7 +63,7 @@ class Session:
         """Feeds n tokens per row in one jitted loop, which ends early once every row has stopped.
 
         Args:
-          watch: what to return besides tokens: "logits", "entropy", "reads".
+          watch: what to return besides tokens: "logits", "entropy", "reads", "bound".
         Errors: CapacityError before the loop when fewer than n tokens fit; the session stays usable.
         """
         if unknown := set(watch) - WATCHABLE:
@@ -174,6 +174,7 @@ class Session:
             raise ConfigError(f"rows {list(index)}; allowed: one or more of 0 … {len(self.lengths) - 1}")
         other = copy.copy(self)
         other.state = loop.rows(self.policies, self.state, pick)
+        other.policies = tuple(policy.for_rows(pick) for policy in self.policies)
         other._how = jax.tree.map(lambda x: x[pick], self._how)
         other._forced, other._has_next, other.limits = self._forced[pick], self._has_next[pick], self.limits[pick]
         other._sampled, other.step_seconds = [x[:, pick] for x in self._sampled], []

@@ -45,7 +45,7 @@ class LatePages(Selection):
 
     count: int = static(default=2)
 
-    def select(self, state, query, visible, cache):
+    def select(self, state, query, visible, cache, around):
         newest = jnp.where(visible, cache.pos, EMPTY).max(-1)
         top, index = jax.lax.top_k(newest, min(self.count, newest.shape[-1]))
         return Pages(jnp.where(top >= 0, index, -1))
@@ -55,7 +55,7 @@ class LatePages(Selection):
 class OddTokens(Selection):
     """Tokens at odd positions: a selection that answers in slots."""
 
-    def select(self, state, query, visible, cache):
+    def select(self, state, query, visible, cache, around):
         B, H, N, P = visible.shape
         ok = (visible & (cache.pos % 2 == 1)).reshape(B, H, N * P)
         order = jnp.argsort(~ok, -1, stable=True)

@@ -77,7 +77,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not 0 <= first <= last < layers:
                 raise ConfigError(f"layers: range = [{first}, {last}]; allowed: 0 ≤ first ≤ last ≤ {layers - 1}")
             policy = parts.policy({**self.policy, **override.policy}, "layers.policy")
-            made[first : last + 1] = [policy] * (last - first + 1)
+            made[first : last + 1] = [policy.at(layer, model) for layer in range(first, last + 1)]
         return tuple(made)
 
 

@@ -2,7 +2,7 @@
 
 A layer is used in two halves, with attention between them, so prefill and decode differ only in what stands there:
 
-    q, k, v = block.project(x, cos, sin)   →   attend(layer, q, k, v)   →   x = block.finish(x, mixed)
+    q, k, v = block.project(x, cos, sin)   →   attend(layer, q, k, v, x)   →   x = block.finish(x, mixed)
 
 Weights lie as `[out, in]`, as checkpoints store them.
 """
@@ -136,15 +136,16 @@ class Transformer(nnx.Module):
     def __call__(self, tokens, pos, attend):
         """The last layer's output `[..., hidden]` for tokens at positions `pos`, which broadcast to the tokens' shape.
 
-        attend(layer, query [..., H, G, D], key [..., H, D], value [..., H, D]) gives attention's output `[..., H, G, D]`:
-        over a prompt or over a cache, which is all that prefill, decode and training differ in.
+        attend(layer, query [..., H, G, D], key [..., H, D], value [..., H, D], x [..., hidden]) gives attention's output
+        `[..., H, G, D]`: over a prompt or over a cache, which is all that prefill, decode and training differ in. `x` is the
+        layer's input, before its norm.
         """
         x = self.embedding[...][tokens]
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         turns = self.rotary(pos)
         for layer, block in enumerate(self.blocks):
-            x = block.finish(x, attend(layer, *block.project(x, *turns[self.config.rope(layer)])))
+            x = block.finish(x, attend(layer, *block.project(x, *turns[self.config.rope(layer)]), x))
         return x
 
     def logits(self, x):

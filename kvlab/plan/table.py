@@ -1,7 +1,10 @@
 """A plan as a table that explains every figure, and as one JSON object."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from kvlab import memory
 from kvlab.core import PAGE
@@ -13,7 +16,8 @@ ESTIMATE_NOTE = "workspace is an estimate; --exact takes it from XLA"
 
 def groups(plan: Plan) -> list[tuple[str, int, Layer]]:
     """Neighbouring layers of equal figures: "0–29", how many, and one of them."""
-    alike = lambda a, b: a.policy is b.policy and (a.budget, a.weights) == (b.budget, b.weights)
+    figures = lambda layer: dataclasses.replace(layer, policy=jax.tree.structure(layer.policy))
+    alike = lambda a, b: figures(a) == figures(b)
     runs: list[list[int]] = []
     for i, layer in enumerate(plan.layers):
         if runs and alike(plan.layers[runs[-1][0]], layer):

@@ -1,5 +1,6 @@
 """Some tokens never go."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,8 +51,16 @@ class Protect(Retention):
             )
         return given
 
-    def score(self, key, value, pos):
-        return self.inner.score(key, value, pos)
+    @property
+    def needs(self):
+        return self.inner.needs
+
+    def at(self, layer, model):
+        inner = self.inner.at(layer, model)
+        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
+
+    def score(self, key, value, pos, **seen):
+        return self.inner.score(key, value, pos, **seen)
 
     def priority(self, state, pos, now):
         safe = (pos < self.sinks) | (pos > now - self.recent)

@@ -18,7 +18,7 @@ def run(model: Transformer, tokens_BT, pos_T, ok_TS=True):
     now_Q = jnp.repeat(pos_T, config.groups)[:, None]
     narrow_QS = ok_TS if ok_TS is True else jnp.repeat(ok_TS, config.groups, 0)
 
-    def attend(layer, query, key, value):
+    def attend(layer, query, key, value, _):
         spec = config.attention(layer)
         return dense(query, key, value, spec.sees(pos_T, now_Q) & narrow_QS, spec)
 

@@ -1,0 +1,86 @@
+"""What every learned module of a selection has: a configuration, parameters of a type of their own, a view per layer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from kvlab.errors import ConfigError
+
+INPUTS, POOLS = ("post", "pre"), ("mean", "softmax")
+
+
+class GateParam(nnx.Param):
+    """A parameter of a gate: a type of its own, so that the model's are never trained with it by accident."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GateConfig:
+    """Shape of a gate.
+
+    Attributes:
+      layers, kv_heads, head_dim: the model's.
+      rank: width r of the projections.
+      lift: width of a fixed orthonormal lift of both projections (128 in the article), 0 for none; cosines stay the same,
+        index keys grow.
+      inputs: queries and keys "post" or "pre" their rotary embedding.
+      pool: how the query heads of a KV head are joined, "mean" or "softmax".
+      threshold: whether each layer and KV head has a threshold, for selection by score instead of by number.
+      index_heads: of the lightning indexer.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rank: int = 16
+    lift: int = 0
+    inputs: str = "post"
+    pool: str = "mean"
+    threshold: bool = False
+    index_heads: int = 4
+
+    def __post_init__(self):
+        for name, value, allowed in (("inputs", self.inputs, INPUTS), ("pool", self.pool, POOLS)):
+            if value not in allowed:
+                raise ConfigError(f"gate: {name}={value!r}; allowed: {', '.join(allowed)}")
+        if not 1 <= self.rank <= self.head_dim or (self.lift and self.lift < self.rank):
+            raise ConfigError(
+                f"gate: rank={self.rank}, lift={self.lift}; rank: 1 … {self.head_dim} (head_dim), lift: 0 or at least rank"
+            )
+
+
+class Gate(nnx.Module):
+    """Base of the gates. A subclass makes `GateParam`s and says what one layer's part is.
+
+    Attributes:
+      kind: the name in config files and in saved gates.
+    """
+
+    kind = ""
+
+    def __init__(self, config: GateConfig, seed: int = 0):
+        self.config = config
+
+    @property
+    def width(self) -> int:
+        """Numbers of an index key."""
+        raise NotImplementedError
+
+    def layer(self, number: int, frequency=None) -> Any:
+        """The layer's `index` and `scores`; `frequency` is that of its rotary embedding where inputs are "pre"."""
+        raise NotImplementedError
+
+    def at(self, number: int, model) -> Any:
+        """The same for a layer of a model (`ModelConfig`). Errors: ConfigError for a model of another shape."""
+        c = self.config
+        if (c.layers, c.kv_heads, c.head_dim) != (model.layers, model.kv_heads, model.head_dim):
+            raise ConfigError(
+                f"gate for {c.layers} layers, {c.kv_heads} KV heads of {c.head_dim}; the model has {model.layers}, "
+                f"{model.kv_heads} of {model.head_dim}; use a gate trained for it"
+            )
+        return self.layer(number, model.rope(number).frequencies(c.head_dim) if c.inputs == "pre" else None)
+
+    def counts(self) -> dict[str, int]:
+        """Parameters by name."""
+        return {name: jax.numpy.size(x) for name, x in nnx.to_pure_dict(nnx.state(self, GateParam)).items()}

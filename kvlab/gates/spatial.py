@@ -1,0 +1,106 @@
+"""The Spatial Gating Module: cosine of low-rank projections of query and key, under 5,000 parameters for a whole model."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, nn
+
+from kvlab.attention import rotary, rotate
+from kvlab.core import part, static
+from kvlab.gates.base import Gate, GateConfig, GateParam
+
+EPS = 1e-6  # inside the square root, so that neither a zero vector nor its gradient is NaN
+
+
+def unit(x):
+    """x / ‖x‖ in float32; a vector of zeros stays one."""
+    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
+
+
+def plain(x, pos, frequency):
+    """The vector before its rotary embedding at `pos`; as it is where `frequency` is None."""
+    x = x.astype(jnp.float32)
+    if frequency is None:
+        return x
+    cos, sin = rotary(pos, frequency)
+    return rotate(x, cos, -sin)
+
+
+@part
+class SpatialLayer:
+    """The gate of one layer: what selections and training call.
+
+        k̂ = unit(a ⊙ W k)        q̂ = unit(a ⊙ U q)        score(q, k) = e^t · q̂·k̂
+
+    Over the query heads of a KV head either the scores are averaged (`pool = "mean"`: one product per key) or the
+    distributions over keys that they make are (`"softmax"`: the logarithm of their mean).
+    """
+
+    query_DR: Any
+    key_DR: Any
+    scale_R: Any
+    heat_H: Any
+    threshold_H: Any = None
+    frequency: Any = None
+    lift_RE: Any = None
+    pool: str = static(default="mean")
+
+    def index(self, key_BHXD, pos):
+        """Index keys `[B, H, X, width]`, of length 1; `pos` broadcasts to `[B, H, X]`."""
+        return self._project(plain(key_BHXD, pos, self.frequency), self.key_DR)
+
+    def scores(self, query_BHGD, index_BHXR, visible_BHX, now_BH):
+        """Float `[B, H, X]` of G query heads together, at positions `now`."""
+        query = self._project(plain(query_BHGD, now_BH[..., None], self.frequency), self.query_DR)
+        heat = jnp.exp(self.heat_H)[:, None]
+        if self.pool == "mean":
+            return heat * jnp.einsum("bhr,bhxr->bhx", query.mean(-2), index_BHXR)
+        scores = heat[..., None] * jnp.einsum("bhgr,bhxr->bhgx", query, index_BHXR)
+        scores = jnp.where(visible_BHX[:, :, None], scores, -1e30)
+        scores = nn.log_softmax(scores, -1)
+        return nn.logsumexp(scores, -2) - math.log(query.shape[-2])
+
+    def _project(self, x, weight_DR):
+        x = unit((x @ weight_DR) * self.scale_R)
+        return x if self.lift_RE is None else x @ self.lift_RE
+
+
+class SpatialGate(Gate):
+    """Parameters of the Spatial Gating Module for every layer of a model.
+
+    Two projections `[D, r]` shared by all layers and heads, a scale `[r]` per layer, a temperature per layer and KV head.
+    At r = 16 that is 4,864 for 32 layers of 8 KV heads of 128; both projections start equal, so that untrained scores
+    estimate the cosine of query and key.
+    """
+
+    kind = "spatial"
+
+    def __init__(self, config: GateConfig, seed: int = 0):
+        super().__init__(config)
+        start = np.random.default_rng([3, seed]).standard_normal((config.head_dim, config.rank)) / math.sqrt(config.head_dim)
+        self.query = GateParam(jnp.asarray(start, jnp.float32))
+        self.key = GateParam(jnp.asarray(start, jnp.float32))
+        self.scale = GateParam(jnp.ones((config.layers, config.rank)))
+        self.heat = GateParam(jnp.full((config.layers, config.kv_heads), math.log(10.0)))
+        if config.threshold:
+            self.threshold = GateParam(jnp.zeros((config.layers, config.kv_heads)))
+
+    @property
+    def width(self) -> int:
+        return self.config.lift or self.config.rank
+
+    def layer(self, number: int, frequency=None) -> SpatialLayer:
+        c = self.config
+        return SpatialLayer(
+            self.query[...], self.key[...], self.scale[number], self.heat[number],
+            self.threshold[number] if c.threshold else None, frequency, orthonormal(c.rank, c.lift), c.pool,
+        )  # fmt: skip
+
+
+def orthonormal(rank: int, wide: int):
+    """Fixed orthonormal rows `[rank, wide]`, which leave every cosine as it is; None for `wide` 0."""
+    if not wide:
+        return None
+    return jnp.asarray(np.linalg.qr(np.random.default_rng(4).standard_normal((wide, rank)))[0].T, jnp.float32)

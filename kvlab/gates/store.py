@@ -1,0 +1,88 @@
+"""Gates on disk: one safetensors file, its configuration in the header."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvlab.errors import ConfigError, nearest
+from kvlab.gates.base import Gate, GateConfig, GateParam
+from kvlab.gates.lightning import LightningIndexer
+from kvlab.gates.spatial import SpatialGate
+
+GATES: dict[str, type[Gate]] = {"spatial": SpatialGate, "lightning": LightningIndexer}
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+def make(kind: str, config: GateConfig, seed: int = 0) -> Gate:
+    """An untrained gate. Errors: ConfigError."""
+    if kind not in GATES:
+        raise ConfigError(f"gate: no {kind!r}; {nearest(kind, GATES)}")
+    return GATES[kind](config, seed)
+
+
+def save(gate: Gate, path: str | Path, origin: dict[str, Any] | None = None) -> None:
+    """Writes the parameters, and in the header the kind, the configuration and where they come from; whole or not at all."""
+    from safetensors.numpy import save
+
+    from kvlab.experiment.store import writing
+
+    arrays = {name: np.asarray(x, np.float32) for name, x in nnx.to_pure_dict(nnx.state(gate, GateParam)).items()}
+    about = {"kind": gate.kind, **dataclasses.asdict(gate.config)}
+    header = {"gate": json.dumps(about, sort_keys=True), "origin": json.dumps(origin or {}, sort_keys=True)}
+    with writing(Path(path)) as part:
+        part.write_bytes(save(arrays, header))
+
+
+def find(name: str) -> Path:
+    """The file of a gate: one that ships, by name, or a path. Errors: ConfigError."""
+    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.safetensors"))}
+    path = shipped.get(name) or Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"gate={name!r}: no such file; give the path of a .safetensors file, or one of {', '.join(shipped)}")
+    return path
+
+
+def load(name: str) -> Gate:
+    """A gate by the name it ships under or by path. Errors: ConfigError."""
+    path = find(name)
+    return _load(str(path.resolve()), path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=32)
+def _load(path: str, changed: int) -> Gate:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            about = json.loads((file.metadata() or {})["gate"])
+            arrays = {key: jnp.asarray(file.get_tensor(key)) for key in file.keys()}
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(f"gate={path!r} is no gate that kvlab saved ({error}); train one with kvlab train") from error
+    gate = make(about.pop("kind"), GateConfig(**about))
+    wanted = {name: x.shape for name, x in nnx.to_pure_dict(nnx.state(gate, GateParam)).items()}
+    if wanted != {name: x.shape for name, x in arrays.items()}:
+        raise ConfigError(f"gate={path!r}: its arrays do not have the shapes of its configuration; train it again")
+    with_values(gate, arrays)
+    return gate
+
+
+def origin(name: str) -> dict[str, Any]:
+    """Where a saved gate comes from, as it was given to `save`."""
+    from safetensors import safe_open
+
+    with safe_open(find(name), "np") as file:
+        return json.loads((file.metadata() or {}).get("origin", "{}"))
+
+
+def with_values(gate: Gate, values: dict[str, Any]) -> Gate:
+    """The gate itself with other parameters, which are named as in `Gate.counts`."""
+    state = nnx.state(gate, GateParam)
+    nnx.replace_by_pure_dict(state, values)
+    nnx.update(gate, state)
+    return gate

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.errors import KvlabError
+from kvlab.errors import ConfigError, KvlabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests on.")
@@ -82,15 +82,25 @@ def train(
     set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
     smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    record: Annotated[bool, typer.Option("--record", help="Only record the queries and keys that a gate learns from.")] = False,
     accept_stale: Annotated[bool, typer.Option(help="Go on with other code than the steps so far.")] = False,
     fresh: Annotated[bool, typer.Option(help="Discard what there is so far.")] = False,
     json_: Json = None,
 ) -> None:
-    """Train a model: steps, resumable from the last checkpoint, then an export and held-out figures."""
+    """Train a model or a gate: steps, resumable from the last checkpoint, then an export and held-out figures."""
+    from kvlab.parts import read_toml
+    from kvlab.train.gate import config, loop
     from kvlab.train.loop import train as train_
 
     with _resumable():
-        summary = train_(file, set_, smoke, out, accept_stale, fresh)
+        if not config.is_gate(read_toml(file)):
+            if record:
+                raise ConfigError(f"--record: {file} trains a model; it is for files with [gate] and [data]")
+            summary = train_(file, set_, smoke, out, accept_stale, fresh)
+        elif record:
+            summary = {"records": [str(folder) for folder in loop.record(file, set_, smoke, out)]}
+        else:
+            summary = {"gates": loop.train(file, set_, smoke, out, accept_stale, fresh)}
     print(json.dumps(summary, indent=1))
     write_json(json_, summary)
 
@@ -208,6 +218,24 @@ def agree(
     from kvlab.bench import agree as module
 
     write_json(json_, module.main(file, peers))
+
+
+@bench.command()
+def recall(
+    gate: Annotated[str, typer.Option(help="A gate that ships, by name, or a .safetensors file.")],
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    text: Annotated[str, typer.Option(help="Held-out text: licences, docstrings, stdlib, or a path.")] = "licences",
+    length: Annotated[int, typer.Option(help="Tokens of a context.")] = 2048,
+    contexts: Annotated[int, typer.Option()] = 12,
+    queries: Annotated[int, typer.Option(help="Positions per context, in its second half.")] = 64,
+    sparsity: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.65, 0.9],  # noqa: B006
+    picture: Annotated[Path | None, typer.Option(help="Where to draw it, as PNG.")] = None,
+    json_: Json = None,
+) -> None:
+    """Share of attention that a gate and its alternatives read at equal numbers of tokens."""
+    from kvlab.bench import recall as module
+
+    write_json(json_, module.main(gate, model, text, length, contexts, queries, sparsity, picture))
 
 
 def main() -> None:

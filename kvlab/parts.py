@@ -36,19 +36,24 @@ def build(table: Any, registry: Mapping[str, type], where: str) -> Any:
             raise ConfigError(f"{where}: no name; allowed: {', '.join(sorted(registry))}")
         table = {"name": "kv", **table}
     cls = find(table["name"], registry, where)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values = {}
-    for key, value in table.items():
-        if key == "name":
-            continue
-        if key not in fields:
-            known = nearest(key, fields) if fields else "it has none"
-            raise ConfigError(f"{where}: {table['name']} has no option {key!r}; {known}")
-        values[key] = _value(value, fields[key].type, registry, f"{where}.{key}")
+    given = {key: value for key, value in table.items() if key != "name"}
+    values = options(given, cls, where, table["name"], registry)
     try:
         return cls(**values)
     except TypeError as error:
         raise ConfigError(f"{where}: {table['name']}: {error}") from error
+
+
+def options(given: dict[str, Any], cls: type, where: str, name: str, registry: Mapping[str, type] = {}) -> dict[str, Any]:  # noqa: B006
+    """The fields of a dataclass from a table, strictly. Errors: ConfigError."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in given.items():
+        if key not in fields:
+            known = nearest(key, fields) if fields else "it has none"
+            raise ConfigError(f"{where}: {name} has no option {key!r}; {known}")
+        values[key] = _value(value, fields[key].type, registry, f"{where}.{key}")
+    return values
 
 
 def _value(value, kind, registry, where: str):

@@ -67,8 +67,11 @@ class Gate(nnx.Module):
         """Numbers of an index key."""
         raise NotImplementedError
 
-    def layer(self, number: int, frequency=None) -> Any:
-        """The layer's `index` and `scores`; `frequency` is that of its rotary embedding where inputs are "pre"."""
+    def layer(self, number, frequency=None) -> Any:
+        """The layer's `index` and `scores`; `frequency` is that of its rotary embedding where inputs are "pre".
+
+        The number may be traced: gates of all layers have one structure.
+        """
         raise NotImplementedError
 
     def at(self, number: int, model) -> Any:

@@ -58,6 +58,6 @@ class LightningIndexer(Gate):
     def width(self) -> int:
         return self.config.rank
 
-    def layer(self, number: int, frequency=None) -> LightningLayer:
+    def layer(self, number, frequency=None) -> LightningLayer:
         threshold = self.threshold[number] if self.config.threshold else None
         return LightningLayer(self.query[number], self.key[number], self.weight[number], threshold, frequency)

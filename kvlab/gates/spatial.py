@@ -91,7 +91,7 @@ class SpatialGate(Gate):
     def width(self) -> int:
         return self.config.lift or self.config.rank
 
-    def layer(self, number: int, frequency=None) -> SpatialLayer:
+    def layer(self, number, frequency=None) -> SpatialLayer:
         c = self.config
         return SpatialLayer(
             self.query[...], self.key[...], self.scale[number], self.heat[number],

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from kvlab import gates
-from kvlab.core import NO_BOUND, Tokens, part, static
+from kvlab.core import NO_BOUND, part, static
 from kvlab.errors import ConfigError, nearest
-from kvlab.selection import choose
 from kvlab.selection.top import Top
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -86,17 +85,17 @@ class Gated(Top):
         """Share of a window's log mass that is taken off."""
         return {"none": 0.0, "softmax": 1.0, "tempered": 1 - self.alpha}[self.window_norm]
 
-    def select(self, state, query, visible, cache, around):
+    def count(self, visible_BHNP):
         if self.mode == "top_k":
-            return super().select(state, query, visible, cache, around)
-        B, H, N, P = visible.shape
-        scores, ok, pos = (
-            x.reshape(B, H, N * P) for x in (self.scores(state, query, visible, cache, around), visible, cache.pos)
-        )
-        number = jnp.full((B, H), N * P)
-        always = choose.forced(pos, jnp.where(ok, pos, -1).max(-1), number, self.sinks, self.recent)
-        keep = ok & (always | (scores > self.layer.threshold_H[:, None]))
-        return Tokens(choose.numbers(keep, N * P), jnp.full((B, H), NO_BOUND))
+            return super().count(visible_BHNP)
+        length = visible_BHNP.sum((-1, -2), dtype=jnp.int32)
+        return length, jnp.full_like(length, NO_BOUND)
+
+    def keep(self, score_BHX, ok_BHX, pos_BHX, number_BH):
+        if self.mode == "top_k":
+            return super().keep(score_BHX, ok_BHX, pos_BHX, number_BH)
+        least = self.layer.threshold_H.reshape(-1, *(1,) * (score_BHX.ndim - 2))
+        return ok_BHX & (self.forced(ok_BHX, pos_BHX, number_BH) | (score_BHX > least))
 
     def pack(self, index):
         """Index keys as they are stored; 16-bit numbers as bit patterns (see `kvlab.codec.raw`)."""

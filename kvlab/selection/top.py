@@ -88,9 +88,16 @@ class Top(Selection):
         """Slots of the best tokens, `[B, H, R]`."""
         B, H, N, P = visible_BHNP.shape
         score, ok, pos = (x.reshape(B, H, N * P) for x in (score_BHNP, visible_BHNP, cache.pos))
-        now = jnp.where(ok, pos, -1).max(-1)
-        score = jnp.where(choose.forced(pos, now, number_BH, self.sinks, self.recent), jnp.inf, score)
-        return choose.numbers(choose.top(score, ok, pos, number_BH), min(self.max_k or N * P, N * P))
+        return choose.numbers(self.keep(score, ok, pos, number_BH), min(self.max_k or N * P, N * P))
+
+    def keep(self, score_BHX, ok_BHX, pos_BHX, number_BH):
+        """Mask of the tokens that are read; with more axes between heads and tokens, for many queries at once."""
+        forced = self.forced(ok_BHX, pos_BHX, number_BH)
+        return choose.top(jnp.where(forced, jnp.inf, score_BHX), ok_BHX, pos_BHX, number_BH)
+
+    def forced(self, ok_BHX, pos_BHX, number_BH):
+        now = jnp.where(ok_BHX, pos_BHX, -1).max(-1)
+        return choose.forced(pos_BHX, now, number_BH, self.sinks, self.recent) & ok_BHX
 
     def pages(self, score_BHN, number_BH, visible_BHNP, cache):
         """The best pages, `[B, H, R]`: first the newest, then those of sinks, then of recent tokens, then by score."""

@@ -105,11 +105,12 @@ def read(source: str | Path | dict, overrides: Iterable[str] = (), smoke: bool =
     small = raw.get("smoke", {})
     table = msgspec.json.decode(msgspec.json.encode({k: v for k, v in raw.items() if k != "smoke"}))
     for path, value in [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]:
-        _set(table, path, value)
+        override(table, path, value)
     return name, _checked(_convert(table, name))
 
 
-def _set(table: Any, path: str, value: Any) -> None:
+def override(table: Any, path: str, value: Any) -> None:
+    """Sets a dotted path in nested tables and lists. Errors: ConfigError."""
     *folders, last = path.split(".")
     for folder in folders:
         table = _item(table, folder, path)

@@ -12,21 +12,21 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import tomli_w
 
 from kvlab.errors import ResultsError
 from kvlab.experiment.store import check_same, read_json, write_text
-from kvlab.train.config import Training
-from kvlab.train.step import State
+
+S = TypeVar("S")
 
 
 class Folder:
     """The folder of one training. Use as a context: leaving it closes the checkpoints."""
 
-    def __init__(self, path: Path, training: Training, env: dict[str, Any], accept_stale: bool = False, fresh: bool = False):
+    def __init__(self, path: Path, training: Any, env: dict[str, Any], accept_stale: bool = False, fresh: bool = False):
         self.path = path.resolve()
         self.metrics = self.path / "metrics.jsonl"
         if fresh:
@@ -59,11 +59,15 @@ class Folder:
     def finish(self, summary: dict[str, Any]) -> None:
         write_text(self.path / "summary.json", json.dumps(summary, indent=1))
 
-    def restore(self, state: State) -> tuple[int, State]:
+    def newest(self) -> int:
+        """The newest checkpoint's step, 0 if there is none."""
+        return self._manager.latest_step() or 0
+
+    def restore(self, state: S) -> tuple[int, S]:
         """The newest checkpoint's step and state (0 and the given one if there is none); the log is cut back to it."""
         import orbax.checkpoint as ocp
 
-        step = self._manager.latest_step() or 0
+        step = self.newest()
         if step:
             try:
                 state = self._manager.restore(step, args=ocp.args.StandardRestore(state))
@@ -72,7 +76,7 @@ class Folder:
         self._cut_log(step)
         return step, state
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: Any) -> None:
         """Returns once the checkpoint is whole; older ones go."""
         import orbax.checkpoint as ocp
 
@@ -101,7 +105,7 @@ class Folder:
         write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step))
 
 
-def _plain(training: Training) -> dict[str, Any]:
+def _plain(training: Any) -> dict[str, Any]:
     return msgspec.json.decode(msgspec.json.encode(training))
 
 

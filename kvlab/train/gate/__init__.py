@@ -1,0 +1,1 @@
+"""Training of gates: recorded queries and keys, losses, a student that reads what the gate picks."""

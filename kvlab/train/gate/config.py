@@ -1,0 +1,217 @@
+"""Files that train a gate: strict TOML.
+
+question = "..."            what the training asks (required)
+expect   = "..."            what is expected, and how long it takes
+model    = "tiny-recall"    the base, frozen unless a stage says joint
+seed, log, save             seed of gate and order; steps between lines of the log, and between checkpoints
+[gate]                      kind and shape: options of `kvlab.gates.GateConfig`
+[selection]                 how decoding will select: options of the selection, see `kvlab.selection`
+[data]                      what is recorded from the base: a text or a task, and how much of it
+[[stages]]                  losses, in order
+[validate]                  hard selection on held-out contexts while training: the best gate is kept
+[[evaluate]]                tasks that are decoded at the end, with the full cache and with the gate
+[grid]                      "dotted.path" = [values]: a training for every combination
+[smoke]                     "dotted.path" = value: makes it small
+"""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvlab import parts
+from kvlab.errors import ConfigError
+from kvlab.experiment import config
+from kvlab.selection import SELECTIONS
+from kvlab.tasks import TASKS
+from kvlab.train.config import override
+
+KINDS = {"spatial": "hysparse", "lightning": "lightning"}  # of gates, and the selection that decodes with them
+
+
+class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the base's queries and keys are recorded from.
+
+    Attributes:
+      texts: sources of `kvlab.tasks.text`, taken in turn; or
+      task: a table of a task; a context is then its prompt with all questions and answers after it.
+      length: tokens of a context (of its prompt, with a task); contexts: how many, held-out ones included.
+      queries: positions per context whose queries are recorded: of questions and answers, then of the second half.
+      layers: which; all without a local window by default.
+      dtype: of what is stored.
+    """
+
+    contexts: int
+    texts: tuple[str, ...] = ()
+    task: dict[str, Any] = {}
+    length: int = 1024
+    queries: int = 128
+    layers: tuple[int, ...] = ()
+    dtype: Literal["float16", "float32"] = "float16"
+    seed: int = 0
+
+    def __post_init__(self):
+        if bool(self.texts) == bool(self.task):
+            raise ConfigError('data: give texts = ["docstrings"] or task = { name = "mqar" }, one of the two')
+        if min(self.contexts, self.length, self.queries) < 1:
+            raise ConfigError(f"data: contexts, length and queries must be 1 or more; given {self}")
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Steps with one loss.
+
+    Attributes:
+      loss: "kl" (to the base's attention, on recorded queries and keys); "straight_through" (through the model, which
+        reads what the gate picks; its gradient is that of a sigmoid around the last token picked); "soft" (through the
+        model, with the sigmoid itself).
+      contexts: per step.
+      rate, base_rate: peak learning rates, falling as a cosine.
+      anneal: steps over which sparsity rises from 0 to its target.
+      distil, lm, kl: weights of the logits' KL to the base, of the next token's cross-entropy, of the attention's KL.
+      ratio: weight of (share read − target)², for gates with thresholds.
+      width: of the sigmoid, in scores.
+      joint: the base is trained too, at base_rate; detach: the gate's inputs pass no gradient to it.
+    """
+
+    steps: int
+    loss: Literal["kl", "straight_through", "soft"] = "kl"
+    contexts: int = 1
+    rate: float = 1e-2
+    warmup: int = 10
+    last: float = 0.05
+    anneal: int = 0
+    distil: float = 1.0
+    lm: float = 1.0
+    kl: float = 0.1
+    ratio: float = 0.0
+    width: float = 1.0
+    joint: bool = False
+    base_rate: float = 1e-4
+    detach: bool = True
+
+
+class Validate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Held-out judgement, always by hard selection at the target sparsity.
+
+    Attributes:
+      every: steps between validations; contexts: held out of the data for it.
+      metric: "recall" (share of the base's attention that is read, from records), "agreement" (share of positions where
+        the model's first choice is the base's) or "accuracy" (of the answers): the highest is kept.
+      patience: validations without a better one before a stage ends; 0 for no limit.
+    """
+
+    every: int = 50
+    contexts: int = 4
+    metric: Literal["recall", "agreement", "accuracy"] = "recall"
+    patience: int = 0
+
+
+class GateTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file as it stands, less its grid."""
+
+    question: str
+    model: str
+    data: Data
+    stages: tuple[Stage, ...]
+    expect: str = ""
+    seed: int = 0
+    log: int = 10
+    save: int = 100
+    gate: dict[str, Any] = {}
+    selection: dict[str, Any] = {}
+    validate: Validate = Validate()
+    evaluate: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def joint(self) -> bool:
+        return any(stage.joint for stage in self.stages)
+
+    @property
+    def kind(self) -> str:
+        return self.gate.get("kind", "spatial")
+
+    def table(self, gate: str = "") -> dict[str, Any]:
+        """The selection as a policy's table, with a gate's path."""
+        return {"name": KINDS[self.kind], **self.selection, **({"gate": gate} if gate else {})}
+
+    def tasks(self) -> list[Any]:
+        return [parts.build(table, TASKS, "evaluate") for table in self.evaluate]
+
+
+SECTIONS: dict[str, Any] = {"data": Data, "validate": Validate}
+
+
+def is_gate(table: dict[str, Any]) -> bool:
+    """Whether the tables of a file describe a gate's training."""
+    return "gate" in table or "data" in table
+
+
+def read(source: str | Path | dict, overrides: Iterable[str] = (), smoke: bool = False):
+    """A file's name and its trainings by label ("" where it has no grid). Errors: ConfigError."""
+    if isinstance(source, dict):
+        name, raw = source.get("name", "gate"), {k: v for k, v in source.items() if k != "name"}
+    else:
+        name, raw = Path(source).stem, parts.read_toml(source)
+    small, grid = raw.pop("smoke", {}), raw.pop("grid", {})
+    changes = [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]
+    grid |= {path.removeprefix("grid."): value for path, value in changes if path.startswith("grid.")}
+    changes = [(path, value) for path, value in changes if not path.startswith("grid.")]
+    axes = [[(path, value) for value in values] for path, values in grid.items()]
+    made = {}
+    for point in itertools.product(*axes):
+        table = msgspec.json.decode(msgspec.json.encode(raw))
+        for path, value in [*((p, _value(v)) for p, v in point), *changes]:
+            override(table, path, value)
+        made[", ".join(f"{path} {_label(value)}" for path, value in point)] = _checked(_convert(table, name))
+    return name, made
+
+
+def _value(value: Any) -> Any:
+    """A grid's value: {label = "...", value = ...} names what would be long to print."""
+    return value["value"] if isinstance(value, dict) and set(value) == {"label", "value"} else value
+
+
+def _label(value: Any) -> str:
+    return str(value["label"] if isinstance(value, dict) and "label" in value else value)
+
+
+def _convert(table: dict, where: str) -> GateTraining:
+    made = dict(table)
+    for key, kind in SECTIONS.items():
+        if isinstance(table.get(key), dict):
+            made[key] = config.convert(table[key], kind, f"{where}: {key}")
+    if isinstance(table.get("stages"), list):
+        stages = enumerate(table["stages"])
+        made["stages"] = tuple(config.convert(s, Stage, f"{where}: stages.{i}") if isinstance(s, dict) else s for i, s in stages)
+    return config.convert(made, GateTraining, where)
+
+
+def _checked(training: GateTraining) -> GateTraining:
+    """Errors: ConfigError for what cannot work."""
+    if training.kind not in KINDS:
+        raise ConfigError(f"gate: kind={training.kind!r}; allowed: {', '.join(KINDS)}")
+    if not training.stages:
+        raise ConfigError("stages: there are none; write [[stages]] with loss and steps")
+    if not 0 < training.validate.contexts < training.data.contexts:
+        raise ConfigError(
+            f"validate.contexts = {training.validate.contexts} of data.contexts = {training.data.contexts}; "
+            "some must be held out and some left to train on"
+        )
+    for i, stage in enumerate(training.stages):
+        if not 0 <= stage.warmup < stage.steps:
+            raise ConfigError(f"stages.{i}: warmup = {stage.warmup}; allowed: 0 … {stage.steps - 1}, as steps there are")
+        if stage.joint and stage.loss == "kl":
+            raise ConfigError(f'stages.{i}: joint trains through the model; write loss = "straight_through" or "soft"')
+    selection = parts.build(training.table(), SELECTIONS, "selection")
+    if selection.granularity != "token":
+        raise ConfigError("selection: gates are trained to pick tokens; leave granularity out, and decode by page if need be")
+    if (selection.mode == "threshold") != bool(training.gate.get("threshold", False)):
+        raise ConfigError('selection.mode = "threshold" and gate.threshold = true go together; give both or neither')
+    training.tasks()
+    return training

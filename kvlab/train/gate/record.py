@@ -1,0 +1,190 @@
+"""Queries and keys of a frozen base, on disk: a shard per context, recorded once and used by every gate of that base.
+
+<out>/records/<digest of model and [data]>/about.json
+                                           00000.safetensors …   query [L, Q, H, G, D], key [L, H, T, D], both post-RoPE;
+                                                                 tokens [T], pos [Q], weight [Q], length []
+"""
+
+import functools
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from kvlab import attention, parts
+from kvlab.core import PAGE
+from kvlab.errors import ConfigError, ResultsError
+from kvlab.experiment import report
+from kvlab.experiment.store import check_writable, write_text, writing
+from kvlab.models import Model
+from kvlab.models.transformer import bind
+from kvlab.session import bucket
+from kvlab.tasks import TASKS
+from kvlab.tasks import text as text_source
+from kvlab.train.gate.config import Data
+
+
+class Context(NamedTuple):
+    """Token ids; positions whose queries are recorded; how much each counts in the next token's cross-entropy."""
+
+    tokens: np.ndarray
+    pos: np.ndarray
+    weight: np.ndarray
+
+
+class Batch(NamedTuple):
+    """Contexts of a step, padded on the right: tokens `[B, T]`, lengths `[B]`, positions and weights `[B, Q]`."""
+
+    tokens: Any
+    length: Any
+    pos: Any
+    weight: Any
+
+
+def context(data: Data, tokenizer, index: int) -> Context:
+    """The index-th context, a pure function of the data's table. Errors: ConfigError for one that is too short."""
+    rng = np.random.default_rng([data.seed, index])
+    if data.task:
+        return _from_task(data, tokenizer, index, rng)
+    source = data.texts[index % len(data.texts)]
+    begin = list(tokenizer.begin)
+    ids = (begin + text_source.token_stream(source, tokenizer, rng, data.length))[: data.length]
+    half = np.arange(len(ids) // 2, len(ids) - 1)
+    return Context(np.array(ids), *_queries(data, rng, half, np.ones(len(ids))))
+
+
+def _from_task(data: Data, tokenizer, index: int, rng) -> Context:
+    """The prompt of a task's batch, with every question and its answer after it."""
+    batch = parts.build(data.task, TASKS, "data.task").batch(index, data.seed, tokenizer)
+    ids, counts = list(batch.prompts[0]), [0.0] * len(batch.prompts[0])
+    begin = len(ids) - 1
+    for row, question, target in zip(batch.rows, batch.forced, batch.targets):
+        if row == 0:
+            answer = tokenizer.encode(" " + target)
+            ids, counts = ids + question + answer, counts + [0.0] * len(question) + [1.0] * len(answer)
+    weight = np.array([*counts[1:], 0.0])  # a position counts where the next token is an answer's
+    asked = np.arange(begin, len(ids) - 1)
+    first = asked[weight[asked] > 0]
+    rest = np.concatenate([rng.permutation(asked[weight[asked] == 0]), rng.permutation(np.arange(begin // 2, begin))])
+    return Context(np.array(ids), *_queries(data, rng, np.concatenate([rng.permutation(first), rest]), weight, ordered=True))
+
+
+def _queries(data: Data, rng, candidates: np.ndarray, weight: np.ndarray, ordered: bool = False):
+    """Positions, ascending, and their weights. With `ordered`, the first candidates are taken; otherwise any."""
+    if len(candidates) < data.queries:
+        raise ConfigError(f"data: {len(candidates)} positions for queries={data.queries}; ask for fewer or for longer contexts")
+    picked = candidates[: data.queries] if ordered else rng.choice(candidates, data.queries, replace=False)
+    pos = np.sort(picked)
+    return pos, weight[pos]
+
+
+class Records:
+    """The recorded contexts of a base: `Records.of` makes what is missing."""
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder, count
+
+    @classmethod
+    def of(cls, model: Model, data: Data, out: str | Path) -> "Records":
+        """Records what is missing; says beforehand how much it will be. Errors: ConfigError, ResultsError."""
+        about = {"model": model.digest, "data": msgspec.to_builtins(data), "text": [text_source.digest(t) for t in data.texts]}
+        key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+        folder = Path(out) / "records" / key
+        made = cls(folder, data.contexts)
+        missing = [i for i in range(data.contexts) if not made.shard(i).exists()]
+        if missing:
+            made._record(model, data, about, missing)
+        return made
+
+    def shard(self, index: int) -> Path:
+        return self.folder / f"{index:05}.safetensors"
+
+    def load(self, index: int) -> dict[str, np.ndarray]:
+        from safetensors.numpy import load_file
+
+        return load_file(self.shard(index))
+
+    def batch(self, indices) -> Batch:
+        """Tokens only, without queries and keys."""
+        from safetensors import safe_open
+
+        rows = []
+        for index in indices:
+            with safe_open(self.shard(index), "np") as file:
+                rows.append([file.get_tensor(name) for name in Batch._fields[:1] + ("length", "pos", "weight")])
+        return Batch(*(np.stack(column) for column in zip(*rows)))
+
+    def _record(self, model: Model, data: Data, about: dict[str, Any], missing: list[int]) -> None:
+        check_writable(self.folder)
+        contexts = [context(data, model.tokenizer, i) for i in range(data.contexts)]
+        width = -(-max(len(c.tokens) for c in contexts) // PAGE) * PAGE
+        need = len(missing) * size(model, data, width)
+        free = shutil.disk_usage(self.folder.parent if not self.folder.exists() else self.folder).free
+        if need > 0.9 * free:
+            raise ResultsError(f"{self.folder} needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; record fewer contexts")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "about.json", json.dumps(about, indent=1))
+        with report.progress() as bar:
+            task = bar.add_task(f"recording {need / 1e6:,.0f} MB", total=len(missing))
+            for index in missing:
+                self._write(index, arrays(model, data, contexts[index], width))
+                bar.update(task, advance=1)
+
+    def _write(self, index: int, found: dict[str, np.ndarray]) -> None:
+        from safetensors.numpy import save
+
+        with writing(self.shard(index)) as part:
+            part.write_bytes(save(found))
+
+
+def layers(model: Model, data: Data) -> tuple[int, ...]:
+    """Which layers are recorded. Errors: ConfigError."""
+    picked = data.layers or tuple(i for i in range(model.config.layers) if model.config.window(i) is None)
+    if not set(picked) <= set(range(model.config.layers)):
+        raise ConfigError(f"data.layers = {list(picked)}; allowed: 0 … {model.config.layers - 1}")
+    return picked
+
+
+def size(model: Model, data: Data, width: int) -> int:
+    """Bytes of a shard with contexts of `width` tokens, less its header."""
+    c, count = model.config, len(layers(model, data))
+    numbers = count * c.head_dim * (data.queries * c.heads + width * c.kv_heads)
+    return numbers * np.dtype(data.dtype).itemsize + 4 * (width + 2 * data.queries + 1)
+
+
+def arrays(model: Model, data: Data, context: Context, width: int) -> dict[str, np.ndarray]:
+    """What a shard holds of a context, its tokens padded to `width`."""
+    tokens = np.zeros((1, bucket(width)), np.int32)
+    tokens[0, : len(context.tokens)] = context.tokens
+    query, key = capture(model.config, model.params, tokens, context.pos, layers(model, data))
+    small = lambda x: np.ascontiguousarray(np.asarray(x), data.dtype)
+    return {
+        "query": small(query),
+        "key": small(key[:, :, :width]),
+        "tokens": tokens[0, :width],
+        "length": np.array(len(context.tokens), np.int32),
+        "pos": context.pos.astype(np.int32),
+        "weight": context.weight.astype(np.float32),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("config", "layers"))
+def capture(config, params, tokens_1T, pos_Q, layers):
+    """Queries `[L, Q, H, G, D]` at the positions and keys `[L, H, T, D]` of one context, from the named layers."""
+    queries, keys = [], []
+
+    def attend(layer, query, key, value, _):
+        queries.append(query[0, pos_Q])
+        keys.append(jnp.swapaxes(key[0], 0, 1))
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        return attention.prefill(query, key, value, config.attention(layer))
+
+    bind(config, params)(tokens_1T, jnp.arange(tokens_1T.shape[1])[None], attend)
+    pick = jnp.array(layers)
+    return jnp.stack(queries)[pick], jnp.stack(keys)[pick]

@@ -249,7 +249,10 @@ def _set(table: dict, path: str, value: Any) -> None:
 
 
 def _override(tables: list[dict], path: str, value: Any) -> None:
-    """Sets a path in every cell where it means something; in none is an error. Tasks differ in their options, layers in form."""
+    """Sets a path in every cell where it means something; in none is an error.
+
+    Tasks and parts differ in their options, layers in form.
+    """
     area, _, key = path.partition(".")
     fitting = tables
     if area == "layers" and key:
@@ -261,8 +264,18 @@ def _override(tables: list[dict], path: str, value: Any) -> None:
         if not fitting:
             known = set().union(*(_options(t.get("task", {})) for t in tables))
             raise ConfigError(f"{path}: no task here has the option {key!r}; {nearest(key, known)}")
+    if area == "policy" and "." in key:
+        fitting = [t for t in tables if key.rpartition(".")[2] in _part_options(t, key.rpartition(".")[0])] or tables
     for table in fitting:
         _set(table, path, copy.deepcopy(value))
+
+
+def _part_options(table: dict[str, Any], kind: str) -> set[str]:
+    """Options of a policy's part, none where it is left out."""
+    chosen = table.get("policy", {}).get(kind)
+    if not isinstance(chosen, dict) or "name" not in chosen or kind not in parts.KINDS:
+        return set()
+    return {f.name for f in dataclasses.fields(parts.find(chosen["name"], parts.KINDS[kind][0], kind))}
 
 
 def _options(task: Any) -> set[str]:

@@ -118,7 +118,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def without_selection(table: dict[str, Any]) -> dict[str, Any]:
-    return {kind: part for kind, part in table.items() if kind != "selection"}
+    """The same policy where everything is read; its label goes too, for it names the selection."""
+    return {kind: part for kind, part in table.items() if kind not in ("selection", "label")}
 
 
 def checked(span: tuple[int, int], layers: int) -> tuple[int, int]:

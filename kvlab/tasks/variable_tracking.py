@@ -8,8 +8,12 @@ from kvlab.tasks.base import Batch, Task, generator
 from kvlab.tasks.needle import CITIES
 
 STATEMENT = " The magic number for {} is {}. "
-EXAMPLES = ("Bern", "Riga", "Lyon", "Kyiv", "Pisa", "Oporto")  # none of them is among CITIES
-NUMBER = "55120"
+EXAMPLES = {  # of chains, by the number at their end; none of the names is among CITIES
+    "55120": ("Bern", "Riga", "Lyon", "Kyiv"),
+    "31007": ("Pisa", "Porto", "Oxford", "Bilbao"),
+    "84462": ("Tallinn", "Dresden", "Nantes", "Krakow"),
+}
+MOST = 3  # hops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +21,10 @@ class VariableTracking(Task):
     """`chains` chains of `hops` references in each of `contexts` texts; each is followed from its end, from one filled cache.
 
         context    … [The magic number for Lima is 48213.] … text … [The magic number for Oslo is Lima.] …
-        question   The magic number for Bern is Riga. The magic number for Riga is 55120.      (an example, in the question)
-
-                   The magic number for Oslo is                 (fed token by token once the cache is filled)
-        target     48213                                        (the first number in the answer, which may name Lima before it)
+        question   The magic number for Bern is Riga. The magic number for Riga is 55120.
+                   …                                  (three examples of other names, then the question; all of it is fed
+                   The magic number for Oslo is        token by token once the cache is filled)
+        target     48213                              (the first number in the answer, which may name Lima before it)
 
     After the variable tracking of RULER (https://arxiv.org/abs/2404.06654, section 3.2), with the words of `needle`: a base
     model of 135 M parameters does not follow assignments, but goes on with a pattern. A statement comes after what it refers
@@ -41,8 +45,8 @@ class VariableTracking(Task):
     text: str = "licences"
 
     def __post_init__(self):
-        if self.hops not in range(0, len(EXAMPLES)):
-            raise ConfigError(f"variable_tracking: hops={self.hops}; allowed: 0 … {len(EXAMPLES) - 1}")
+        if not 0 <= self.hops <= MOST:
+            raise ConfigError(f"variable_tracking: hops={self.hops}; allowed: 0 … {MOST}")
         most = len(CITIES) // (self.hops + 1)
         if not 1 <= self.chains <= most:
             raise ConfigError(
@@ -70,15 +74,15 @@ class VariableTracking(Task):
         begin = list(tokenizer.begin)
         room = self.length - len(begin) - sum(map(len, pieces))
         context, _ = source.insert(source.token_stream(self.text, tokenizer, rng, room)[:room], pieces)
-        questions = [tokenizer.encode(f"\n\n{self.example()}\n\nThe magic number for {chain[-1]} is") for chain in names]
+        questions = [tokenizer.encode(f"\n\n{self.examples()}\nThe magic number for {chain[-1]} is") for chain in names]
         facts = [{"context": index, "chain": " <- ".join(chain)} for chain in names]
-        steps = max(map(len, questions)) + (self.new_tokens or 8 + 16 * self.hops)
+        steps = max(map(len, questions)) + (self.new_tokens or 8 + 12 * self.hops)
         return Batch([begin + context], [0] * self.chains, questions, steps, facts, numbers)
 
-    def example(self) -> str:
-        """A chain of other names, written out from its end."""
-        nodes = [*EXAMPLES[: self.hops + 1], NUMBER]
-        return "".join(STATEMENT.format(a, b) for a, b in zip(nodes, nodes[1:])).replace("  ", " ").strip()
+    def examples(self) -> str:
+        """Chains of other names, each written out from its end on a line of its own."""
+        chains = [[*names[: self.hops + 1], number] for number, names in EXAMPLES.items()]
+        return "\n".join(" ".join(map(STATEMENT.strip().format, nodes, nodes[1:])) for nodes in chains)
 
     def score(self, batch, answers, logits, reference):
         return [

@@ -8,13 +8,12 @@ import pytest
 import kvlab
 from kvlab.errors import ConfigError
 from kvlab.tasks import Majority, VariableTracking
-from kvlab.tasks.majority import ASKED
 from kvlab.tasks.needle import CITIES
 from kvlab.tasks.text import insert
 from kvlab.tasks.variable_tracking import EXAMPLES, first_number
 
 TRACK = VariableTracking(length=900, contexts=2, chains=3, hops=2, text="stdlib")
-VOTES = Majority(length=900, contexts=2, votes=11, share=0.5, colours=3, asked=2, text="stdlib")
+VOTES = Majority(length=900, contexts=2, votes=11, share=0.5, colours=3, text="stdlib")
 
 
 def read(batch, tiny):
@@ -49,7 +48,7 @@ def test_chains_lead_from_what_is_asked_to_the_target(seed, tiny):
 
 def test_the_examples_are_no_part_of_any_context():
     names = [name for chain in EXAMPLES.values() for name in chain]
-    assert not set(names) & set(CITIES) and not set(ASKED) & set(CITIES) and len(set(names)) == 12
+    assert not set(names) & set(CITIES) and len(set(names)) == 12
     first, _, _ = TRACK.examples().splitlines()
     assert re.findall(r"for (\w+) is (\w+)", first) == [("Bern", "Riga"), ("Riga", "Lyon"), ("Lyon", "55120")]
 
@@ -63,16 +62,20 @@ def test_answers_are_scored_by_their_first_number(tiny):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_target_has_most_votes_and_who_is_asked_has_not_voted(seed, tiny):
+def test_the_target_has_most_votes(seed, tiny):
     batch = VOTES.batch(0, seed, tiny.tokenizer)
     context, questions = read(batch, tiny)
     votes = re.findall(r"The vote of (\w+) is (\w+)\. ", context)
     (winner, first), (_, second), _ = Counter(colour for _, colour in votes).most_common()
-    assert (len(votes), first, second) == (11, 6, 3) and batch.targets == [winner] * 2
-    assert [re.search(r"of (\w+) is$", q)[1] for q in questions] == ["Bern", "Riga"]
-    assert not {"Bern", "Riga"} & {city for city, _ in votes} and batch.facts[0]["last_vote"] == votes[-1][1]
-    rows = VOTES.score(batch, [f" {winner}.", " grey"], None, None)
-    assert [row["correct"] for row in rows] == [True, False] and VOTES.summary(rows)["accuracy"] == 0.5
+    assert (len(votes), first, second) == (11, 6, 3) and batch.targets == [winner]
+    assert len({city for city, _ in votes}) == 11 and batch.facts == [{"context": 0, "last_vote": votes[-1][1]}]
+    assert questions == ["\n\nThe vote of most cities is"]
+
+
+def test_a_vote_is_right_or_wrong(tiny):
+    batch = VOTES.batch(0, 0, tiny.tokenizer)
+    rows = [VOTES.score(batch, [answer], None, None)[0] for answer in (f" {batch.targets[0]}.", " grey")]
+    assert [row["correct"] for row in rows] == [True, False] and VOTES.summary(rows) == {"accuracy": 0.5, "samples": 2}
 
 
 @pytest.mark.parametrize("votes,colours,share", [(15, 3, 0.6), (16, 2, 0.7), (11, 4, 0.4), (65, 6, 0.3)])
@@ -102,9 +105,9 @@ def test_pieces_lie_where_they_are_said_to_be():
         (VariableTracking, {"contexts": 0}, "contexts is 1 or more"),
         (Majority, {"colours": 1}, "colours 2 … 6"),
         (Majority, {"votes": 2}, "votes from colours to"),
-        (Majority, {"share": 0.3}, "gives 4 votes against 6"),
+        (Majority, {"share": 0.3}, "gives 4 votes against 11"),
         (Majority, {"length": 100}, "length at least 320 for 15 votes"),
-        (Majority, {"asked": 7}, "asked 1 … 6"),
+        (Majority, {"contexts": 0}, "contexts 1 and more"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused(kind, options, message):

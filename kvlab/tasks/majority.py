@@ -9,8 +9,7 @@ from kvlab.tasks.needle import CITIES
 
 COLOURS = "red blue green black white yellow".split()
 VOTE = " The vote of {} is {}. "
-QUESTION = "\n\nThe vote of {} is"
-ASKED = ("Bern", "Riga", "Lyon", "Kyiv", "Pisa", "Oporto")  # none of them is among CITIES, so none has voted
+QUESTION = "\n\nThe vote of most cities is"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,27 +17,26 @@ class Majority(Task):
     """`votes` votes for a few colours in each of `contexts` texts; what most voted for is asked for, from the filled cache.
 
         context    … [The vote of Lima is red.] … text … [The vote of Oslo is blue.] … [The vote of Rome is red.] …
-        question   The vote of Bern is        (a city that has not voted; fed token by token once the cache is filled)
+        question   The vote of most cities is        (fed token by token once the cache is filled)
         target     red
 
-    No single place holds the answer: a query that reads a part of the votes sees another count. The question asks for one
-    more vote, because a small base model continues a pattern by what was most frequent in it, and answers no question about
-    it. Chance is one in `colours`; colours that did not win share the other votes evenly.
+    No single place holds the answer: a query that reads a part of the votes sees another count. The question has the words of a
+    vote, because a small base model goes on with a pattern and answers no question about it. Chance is one in `colours`;
+    colours that did not win share the other votes evenly. A large `share` also makes the last vote a good guess:
+    `last_vote` in the results tells which it was.
 
     Fields:
       length: tokens of a context.
       votes, share: votes in a context, and the winner's share of them.
       colours: how many there are to vote for.
-      asked: questions to each context, each about another city.
       text: see `kvlab.tasks.text`.
     """
 
     length: int = 2048
     contexts: int = 8
     votes: int = 15
-    share: float = 0.6
-    colours: int = 3
-    asked: int = 1
+    share: float = 0.8
+    colours: int = 2
     text: str = "licences"
 
     def __post_init__(self):
@@ -47,10 +45,11 @@ class Majority(Task):
                 f"majority: colours={self.colours}, votes={self.votes}; allowed: colours 2 … {len(COLOURS)}, "
                 f"votes from colours to {len(CITIES)}"
             )
-        if not 1 <= self.asked <= len(ASKED) or self.contexts < 1 or self.length < 20 * (self.votes + 1):
+        least = 20 * (self.votes + 1)
+        if self.contexts < 1 or self.length < least:
             raise ConfigError(
-                f"majority: asked={self.asked}, contexts={self.contexts}, length={self.length}; allowed: asked 1 … "
-                f"{len(ASKED)}, contexts 1 and more, length at least {20 * (self.votes + 1)} for {self.votes} votes"
+                f"majority: contexts={self.contexts}, length={self.length}; allowed: contexts 1 and more, "
+                f"length at least {least} for {self.votes} votes"
             )
         first, second, *_ = self.counts()
         if not (0 < self.share <= 1 and first > second):
@@ -74,10 +73,9 @@ class Majority(Task):
         begin = list(tokenizer.begin)
         room = self.length - len(begin) - sum(map(len, pieces))
         context, _ = source.insert(source.token_stream(self.text, tokenizer, rng, room)[:room], pieces)
-        questions = [tokenizer.encode(QUESTION.format(city)) for city in ASKED[: self.asked]]
-        facts = [{"context": index, "asked": city, "last_vote": cast[-1]} for city in ASKED[: self.asked]]
-        steps = max(map(len, questions)) + 3
-        return Batch([begin + context], [0] * self.asked, questions, steps, facts, [colours[0]] * self.asked)
+        question = tokenizer.encode(QUESTION)
+        facts = [{"context": index, "last_vote": cast[-1]}]
+        return Batch([begin + context], [0], [question], len(question) + 3, facts, [colours[0]])
 
     def score(self, batch, answers, logits, reference):
         return [

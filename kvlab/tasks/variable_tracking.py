@@ -27,8 +27,9 @@ class VariableTracking(Task):
         target     48213                              (the first number in the answer, which may name Lima before it)
 
     After the variable tracking of RULER (https://arxiv.org/abs/2404.06654, section 3.2), with the words of `needle`. It takes a
-    model that can do it: with the full cache SmolLM2-135M followed 0 of 16 chains of one hop in 500 tokens. A statement comes after what it refers
-    to, and chains lie among one another. A model that names any number of the context is right once in `chains` times.
+    model that can do it: with the full cache SmolLM2-135M followed 0 of 16 chains of one hop in 500 tokens. A statement comes
+    after what it refers to, and chains lie among one another. A model that names any number of the context is right once in
+    `chains` times.
 
     Fields:
       length: tokens of a context.

@@ -72,6 +72,13 @@ def test_the_target_has_most_votes(seed, tiny):
     assert questions == ["\n\nThe vote of most cities is"]
 
 
+def test_late_votes_mislead(tiny):
+    late = Majority(length=900, votes=11, share=0.5, colours=3, late=True, text="stdlib").batch(0, 0, tiny.tokenizer)
+    context, _ = read(late, tiny)
+    colours = [colour for _, colour in re.findall(r"The vote of (\w+) is (\w+)\. ", context)]
+    assert set(colours[:6]) == {late.targets[0]} and late.targets[0] not in colours[6:]
+
+
 def test_a_vote_is_right_or_wrong(tiny):
     batch = VOTES.batch(0, 0, tiny.tokenizer)
     rows = [VOTES.score(batch, [answer], None, None)[0] for answer in (f" {batch.targets[0]}.", " grey")]

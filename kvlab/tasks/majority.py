@@ -29,6 +29,7 @@ class Majority(Task):
       length: tokens of a context.
       votes, share: votes in a context, and the winner's share of them.
       colours: how many there are to vote for.
+      late: the votes that did not win are the last ones, so that whoever reads the end of the context is misled.
       text: see `kvlab.tasks.text`.
     """
 
@@ -37,6 +38,7 @@ class Majority(Task):
     votes: int = 15
     share: float = 0.8
     colours: int = 2
+    late: bool = False
     text: str = "licences"
 
     def __post_init__(self):
@@ -67,7 +69,8 @@ class Majority(Task):
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         rng = generator(seed, index)
         colours = rng.choice(COLOURS, self.colours, replace=False).tolist()
-        cast = rng.permutation([colour for colour, n in zip(colours, self.counts()) for _ in range(n)]).tolist()
+        cast = [colour for colour, n in zip(colours, self.counts()) for _ in range(n)]
+        cast = cast if self.late else rng.permutation(cast).tolist()
         cities = rng.choice(CITIES, self.votes, replace=False).tolist()
         pieces = [tokenizer.encode(VOTE.format(city, colour)) for city, colour in zip(cities, cast)]
         begin = list(tokenizer.begin)

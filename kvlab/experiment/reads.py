@@ -30,7 +30,7 @@ class Reads:
             self.reads.append(np.asarray(steps.reads[0]))
             self.bound.append(np.asarray(steps.bound[0]))
             self.stored.append(np.asarray(memory.stored(self.session.state.caches)))
-            self.length.append(self.session.lengths)
+            self.length.append(self.session.lengths.copy())  # the array itself is lent to the next step
 
     def rows(self) -> list[dict[str, float]]:
         """For each row of the session the `COLUMNS`, averaged over the steps that were seen.

@@ -24,7 +24,7 @@ class Majority(Task):
     vote, because a small base model goes on with a pattern and answers no question about it. Chance is one in `colours`;
     colours that did not win share the other votes evenly. A large `share` also makes the last vote a good guess
     (`last_vote` in the results tells which it was), unless `late` puts the losing votes there. With the full cache
-    SmolLM2-135M was right in 6 of 8 contexts of 500 tokens with late votes, and in 8 of 8 with mixed ones.
+    SmolLM2-135M was right in 6 of 8 contexts of 500 tokens with late votes, and in 16 of 16 with mixed ones.
 
     Fields:
       length: tokens of a context.

@@ -111,7 +111,7 @@ def test_pieces_lie_where_they_are_said_to_be():
         (VariableTracking, {"length": 100}, "need length of at least 180"),
         (VariableTracking, {"contexts": 0}, "contexts is 1 or more"),
         (Majority, {"colours": 1}, "colours 2 … 6"),
-        (Majority, {"votes": 2}, "votes from colours to"),
+        (Majority, {"votes": 1}, "votes from colours to"),
         (Majority, {"share": 0.3}, "gives 4 votes against 11"),
         (Majority, {"length": 100}, "length at least 320 for 15 votes"),
         (Majority, {"contexts": 0}, "contexts 1 and more"),

@@ -3,14 +3,18 @@
 Three figures go with every run. The *nominal* ratio is what was asked for; the *logical* one counts live tokens; the
 *resident* one adds up every array that exists: codes, scales, positions, tail, index keys, padding. Only the last is
 memory saved.
+
+What one step *reads* of it is another matter: a selection stores all and reads a part (`read_bytes`).
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from kvlab.core import PAGE, Cache
+from kvlab.errors import ConfigError
 from kvlab.policy import Policy
 
 
@@ -29,6 +33,53 @@ def page_bytes(policy: Policy, head_dim: int) -> int:
     return policy.codec.keys.page_bytes(head_dim) + policy.codec.values.page_bytes(head_dim)
 
 
+def token_bytes(policy: Policy, head_dim: int) -> float:
+    """Codes of one token and KV head, key and value; parameters that a page shares are spread over its tokens."""
+    return page_bytes(policy, head_dim) / PAGE
+
+
+POSITION = 4  # bytes of the position of one slot of one head
+
+
+def read_bytes(policy: Policy, head_dim: int, reads, stored):
+    """Bytes that a KV head of one layer reads at one decode step: `reads` tokens out of `stored` ones, arrays of any shape.
+
+        reads · codes of a token + stored · (index keys of a token + 4 of its position)
+
+    Positions are looked at for every stored token, because masks are made of them; empty slots count for nothing. Tokens in
+    the tail count as if they were coded already, so that the figure does not depend on where a page ends.
+    """
+    each = policy.selection.index_bytes(head_dim) + POSITION
+    return reads * token_bytes(policy, head_dim) + stored * each
+
+
+def full_read_bytes(full: Policy, head_dim: int, length):
+    """Bytes that a KV head of one layer reads of the plain policy's cache of `length` tokens."""
+    return read_bytes(full, head_dim, length, length)
+
+
+@jax.jit
+def stored(caches: Sequence[Cache]) -> jax.Array:
+    """Tokens in each layer's cache, `[L, B, H]`."""
+    return jnp.stack([(cache.pos >= 0).sum((-1, -2)) for cache in caches])
+
+
+def gated_share(read: float, layers: int, gated: int) -> float:
+    """Share that each of `gated` layers may read, so that all `layers` read the share `read` on average and the rest all.
+
+        r = 1 − layers · (1 − read) / gated
+
+    Errors: ConfigError where the layers that read all exceed `read` by themselves.
+    """
+    share = 1 - layers * (1 - read) / max(gated, 1)
+    if not (gated and 0 < share and read <= 1):
+        raise ConfigError(
+            f"read={read} with {gated} of {layers} layers sparse; allowed: above {1 - gated / layers:.3f} "
+            "(the layers that read all take that), up to 1; or let fewer layers read all"
+        )
+    return share
+
+
 def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: int) -> int:
     """Bytes that one layer's cache must have, from the parts' own figures. Equal to `resident` exactly.
 
@@ -38,7 +89,7 @@ def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: i
     pages = -(-budget // PAGE)
     codes = page_bytes(policy, head_dim)
     tail = 2 * PAGE * head_dim * 4 if policy.tailed else 0
-    return batch * kv_heads * (pages * (codes + PAGE * 4) + tail + 4 * 4)
+    return batch * kv_heads * (pages * (codes + PAGE * POSITION) + tail + 4 * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +128,7 @@ def footprint(policies: Sequence[Policy], caches: Sequence[Cache], full: Policy,
     plain = len(caches) * heads * 2 * dim * 4
     asked = live = 0.0
     for policy, cache in zip(policies, caches):
-        per_token = heads * page_bytes(policy, dim) / PAGE
+        per_token = heads * token_bytes(policy, dim)
         asked += min(policy.retention.budget(total, total, 1), total) * per_token
         live += float(visible(policy, cache).sum()) / (rows * heads) * per_token
     return Footprint(resident(caches) // rows, full_bytes, asked / (plain * total), live / (plain * seen))

@@ -112,14 +112,14 @@ def read_policy(path: str | Path) -> dict[str, Any]:
     return table
 
 
-def read_layers(path: str | Path) -> tuple[dict[str, Any], list[Any]]:
-    """As `read_policy`, and the file's `layers = [{range = [first, last], policy = {...}}]`. Checked as far as parts go."""
+def read_layers(path: str | Path) -> tuple[dict[str, Any], list[Any] | dict[str, Any]]:
+    """As `read_policy`, and the file's `layers` (see `kvlab.experiment.layers`). Checked as far as parts go."""
     raw = read_toml(path)
     layers = raw.pop("layers", [])
     table = raw.pop("policy", None)
     if table is None:
         table, raw = raw, {}
-    if raw or not isinstance(table, dict) or not isinstance(layers, list):
+    if raw or not isinstance(table, dict) or not isinstance(layers, list | dict):
         wrong = ", ".join(raw) or ("layers" if isinstance(table, dict) else "policy")
         raise ConfigError(f"{path}: {wrong}; allowed: the parts ({', '.join(KINDS)}) at the top or under [policy], and layers")
     policy(table, str(path))

@@ -47,3 +47,16 @@ def tiny():
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def on_tiny(monkeypatch, tiny):
+    """Experiments with model "tiny" run on the random model of the tests, and token strings come from its tokenizer."""
+    from kvlab import results
+    from kvlab.experiment import run as runner
+
+    runner._engine.cache_clear()
+    monkeypatch.setattr(runner, "load", lambda name: tiny)
+    monkeypatch.setattr(results._Strings, "of", lambda self, model, ids: np.array(tiny.tokenizer.strings(ids), object))
+    yield
+    runner._engine.cache_clear()

@@ -39,16 +39,6 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def on_tiny(monkeypatch, tiny):
-    """Experiments with model "tiny" run on the random model of the tests, and token strings come from its tokenizer."""
-    runner._engine.cache_clear()
-    monkeypatch.setattr(runner, "load", lambda name: tiny)
-    monkeypatch.setattr(kvlab.results._Strings, "of", lambda self, model, ids: np.array(tiny.tokenizer.strings(ids), object))
-    yield
-    runner._engine.cache_clear()
-
-
 def without_times(frame):
     return frame.drop(columns=[c for c in TIME_COLUMNS if c in frame])
 
@@ -57,7 +47,7 @@ def test_an_experiment_gives_a_table_a_picture_and_samples(on_tiny, tmp_path, ca
     prefills = []
     real = runner.Engine.prefill
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.Engine, "prefill", lambda self, prompts: prefills.append(1) or real(self, prompts))
+        patch.setattr(runner.Engine, "prefill", lambda self, *args: prefills.append(1) or real(self, *args))
         frame = kvlab.run(SMALL, out=tmp_path)
     assert len(prefills) == 3, "one prefill per batch serves every policy"
     assert list(frame["policy"]) == ["full", "window size 60 sinks 4", "K int8 channel / V int8"]

@@ -13,6 +13,7 @@ import numpy as np
 from kvlab import parts
 from kvlab.evaluate import statistics, verdict
 from kvlab.experiment import config, store
+from kvlab.experiment.layers import Choice, without_selection
 
 Samples = dict[tuple, dict[str, Any]]  # (group of the cell, batch, sample) → row of the results
 
@@ -31,6 +32,8 @@ DIFFERENCE = {  # column → field of a verdict
 def is_full(cell: config.Cell) -> bool:
     """Whether every layer of the cell has the plain policy, whatever its label."""
     plain = parts.policy({})
+    if isinstance(cell.layers, Choice):
+        return cell.layers.nowhere and parts.policy(without_selection(cell.policy)) == plain
     tables = [cell.policy, *({**cell.policy, **override.policy} for override in cell.layers)]
     return all(parts.policy(table) == plain for table in tables)
 

@@ -5,7 +5,7 @@ expect   = "..."            what is expected, and how long it takes
 [base]                      model, task, policy, seed, layers
 [grid]                      "dotted.path" = [values]: every combination
 [zip]                       "dotted.path" = [values]: lists walked together
-[smoke]                     "dotted.path" = value: makes it small
+[smoke]                     "dotted.path" = value: makes it small; "grid.dotted.path" = [values] replaces an axis
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 """
 
@@ -21,21 +21,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvlab import parts
+from kvlab import gates, parts
 from kvlab.decode import per_layer
 from kvlab.errors import ConfigError, nearest
+from kvlab.experiment.layers import Choice, LayerOverride, checked, known_keys, without_selection
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.tasks import TASKS, Task
 
+AXIS = "grid."
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-class LayerOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another policy for layers first … last (both included); parts that it leaves out stay as in the cell's policy."""
-
-    range: tuple[int, int]
-    policy: dict[str, Any]
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +39,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: dict[str, Any]
     task: dict[str, Any]
     policy: dict[str, Any] = {}
-    layers: tuple[LayerOverride, ...] = ()
+    layers: tuple[LayerOverride, ...] | Choice = ()
     seed: int = 0
 
     @property
@@ -54,8 +49,17 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
+        if isinstance(self.layers, Choice):
+            if self.layers.nowhere:
+                return parts.describe(without_selection(self.policy))
+            return f"{parts.describe(self.policy)} | {self.layers.label}"
         text = parts.describe(self.policy)
         return text + "".join(f" | {o.range[0]}–{o.range[1]}: {parts.describe(o.policy)}" for o in self.layers)
+
+    @property
+    def single_layer(self) -> int | None:
+        """The layer in which alone the selection applies, if it is so."""
+        return self.layers.single if isinstance(self.layers, Choice) else None
 
     @property
     def group(self) -> str:
@@ -70,15 +74,35 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Errors: ConfigError, RefusedPolicy.
         """
-        layers = model.layers
+        if isinstance(self.layers, Choice):
+            return self.layers.policies(self.policy, model)
         made = list(per_layer(parts.policy(self.policy), model))
         for override in self.layers:
-            first, last = override.range
-            if not 0 <= first <= last < layers:
-                raise ConfigError(f"layers: range = [{first}, {last}]; allowed: 0 ≤ first ≤ last ≤ {layers - 1}")
+            first, last = checked(override.range, model.layers)
             policy = parts.policy({**self.policy, **override.policy}, "layers.policy")
             made[first : last + 1] = [policy.at(layer, model) for layer in range(first, last + 1)]
         return tuple(made)
+
+    def files(self) -> set[Path]:
+        """Files whose content a result of this cell depends on: gates and a ranking. Errors: ConfigError."""
+        tables = [self.policy]
+        if not isinstance(self.layers, Choice):
+            tables += [override.policy for override in self.layers]
+        chosen = (table.get("selection") for table in tables)
+        found = {gates.find(part["gate"]) for part in chosen if isinstance(part, dict) and part.get("gate")}
+        if isinstance(self.layers, Choice) and self.layers.ranking is not None:
+            found.add(Path(self.layers.ranking).expanduser())
+        return found
+
+    def check(self) -> None:
+        """Builds the task and the parts once. Errors: ConfigError, RefusedPolicy."""
+        self.make_task()
+        parts.policy(self.policy)
+        if isinstance(self.layers, Choice):
+            self.layers.check(self.policy)
+            return
+        for override in self.layers:
+            parts.policy({**self.policy, **override.policy}, "layers.policy")
 
 
 class Margins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +152,8 @@ def _experiment(raw: dict, where: str) -> Experiment:
 
 def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = False) -> list[Cell]:
     """All cells, in the file's order: the first grid axis varies slowest. Parts are built once to check them."""
-    axes = [[(path, value) for value in values] for path, values in experiment.grid.items()]
+    changes = [*(experiment.smoke.items() if smoke else ()), *map(parse_override, overrides)]
+    axes = [[(path, value) for value in values] for path, values in _axes(experiment.grid, changes).items()]
     if len({len(v) for v in experiment.zip.values()}) > 1:
         raise ConfigError(f"zip: lists of different lengths: { {k: len(v) for k, v in experiment.zip.items()} }")
     together = [list(zip(experiment.zip, row)) for row in zip(*experiment.zip.values())] or [[]]
@@ -139,15 +164,27 @@ def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = 
             for path, value in [*combination, *row]:
                 _set(table, path, copy.deepcopy(value))
             tables.append(table)
-    for path, value in [*(experiment.smoke.items() if smoke else ()), *map(parse_override, overrides)]:
-        _override(tables, path, value)
+    for path, value in changes:
+        if not path.startswith(AXIS):
+            _override(tables, path, value)
+    for table in tables:
+        known_keys(table.get("layers"))
     cells = [convert(table, Cell, "cell") for table in tables]
     for cell in cells:
-        cell.make_task()
-        parts.policy(cell.policy)
-        for override in cell.layers:
-            parts.policy({**cell.policy, **override.policy}, "layers.policy")
+        cell.check()
     return list({cell.run_id: cell for cell in cells}.values())
+
+
+def _axes(grid: dict[str, list[Any]], changes: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+    """The grid with the axes that overrides "grid.…" replace. Errors: ConfigError."""
+    made = dict(grid)
+    for path, values in changes:
+        if path.startswith(AXIS):
+            axis = path.removeprefix(AXIS)
+            if axis not in grid or not isinstance(values, list):
+                raise ConfigError(f"{path} = {values!r}; allowed: a list for an axis of the grid; {nearest(axis, grid)}")
+            made[axis] = values
+    return made
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -168,7 +205,7 @@ def read_policies(options: Sequence[str], dtype: str | None, model: ModelConfig)
       dtype: short for the raw codec of that dtype.
     """
     table: dict[str, Any] = {}
-    overrides: list[Any] = []
+    overrides: list[Any] | dict[str, Any] = []
     for option in options:
         if option.endswith(".toml"):
             more, overrides = parts.read_layers(option)
@@ -182,10 +219,13 @@ def read_policies(options: Sequence[str], dtype: str | None, model: ModelConfig)
             raise ConfigError(f"--dtype {dtype} and a codec in --policy are both given; --dtype is short for the raw codec")
         table["codec"] = {"name": "raw", "dtype": dtype}
     cell = _cell(table, overrides)
+    if isinstance(cell.layers, Choice):
+        cell.layers.check(table)
     return cell.label, cell.make_policies(model)
 
 
-def _cell(table: dict[str, Any], overrides: list[Any]):
+def _cell(table: dict[str, Any], overrides: list[Any] | dict[str, Any]):
+    known_keys(overrides)
     try:
         return msgspec.convert({"model": {}, "task": {}, "policy": table, "layers": overrides}, Cell, strict=True)
     except msgspec.ValidationError as error:
@@ -209,16 +249,33 @@ def _set(table: dict, path: str, value: Any) -> None:
 
 
 def _override(tables: list[dict], path: str, value: Any) -> None:
-    """Sets a path in every cell where it means something; in none is an error. Tasks differ in their options."""
+    """Sets a path in every cell where it means something; in none is an error.
+
+    Tasks and parts differ in their options, layers in form.
+    """
     area, _, key = path.partition(".")
     fitting = tables
+    if area == "layers" and key:
+        fitting = [t for t in tables if isinstance(t.get("layers"), dict) and key in t["layers"]]
+        if not fitting:
+            raise ConfigError(f"{path}: no cell here has layers = {{ {key} = … }}; give it in the file")
     if area == "task" and key and key != "name":
         fitting = [t for t in tables if key in _options(t.get("task", {}))]
         if not fitting:
             known = set().union(*(_options(t.get("task", {})) for t in tables))
             raise ConfigError(f"{path}: no task here has the option {key!r}; {nearest(key, known)}")
+    if area == "policy" and "." in key:
+        fitting = [t for t in tables if key.rpartition(".")[2] in _part_options(t, key.rpartition(".")[0])] or tables
     for table in fitting:
         _set(table, path, copy.deepcopy(value))
+
+
+def _part_options(table: dict[str, Any], kind: str) -> set[str]:
+    """Options of a policy's part, none where it is left out."""
+    chosen = table.get("policy", {}).get(kind)
+    if not isinstance(chosen, dict) or "name" not in chosen or kind not in parts.KINDS:
+        return set()
+    return {f.name for f in dataclasses.fields(parts.find(chosen["name"], parts.KINDS[kind][0], kind))}
 
 
 def _options(task: Any) -> set[str]:

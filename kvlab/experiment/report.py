@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvlab.experiment import compare, config, store
+from kvlab.experiment import compare, config, ranking, reads, store
 
 TIME_COLUMNS = ("tokens_per_s", "ms_per_token_p50", "ms_per_token_p99", "time_to_first_token")
 
@@ -21,6 +21,7 @@ SHOWN = {
     "nominal_ratio": ("nominal", "{:.3f}"),
     "logical_ratio": ("logical", "{:.3f}"),
     "resident_ratio": ("resident", "{:.3f}"),
+    "read_ratio": ("read", "{:.3f}"),
     "tokens_per_s": ("tok/s", "{:.1f}"),
     "ms_per_token_p50": ("p50 ms", "{:.1f}"),
     "ms_per_token_p99": ("p99 ms", "{:.1f}"),
@@ -48,7 +49,8 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
         table.to_parquet(part)
     frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
     picture = draw(frame, folder / f"{name}.png")
-    show(experiment, frame, [folder / "table.parquet", *([picture] if picture else [])])
+    ranked = ranking.write(cells, folder)
+    show(experiment, frame, [path for path in (folder / "table.parquet", picture, ranked) if path])
     return frame
 
 
@@ -59,7 +61,8 @@ def by_policy(table):
     frame = table.groupby("policy", sort=False)[list(figures)].mean().loc[order].reset_index()
     # speed and memory of the task that answers questions, where there is one: tasks differ in batch and length
     first = table.groupby("policy", sort=False).first()
-    for column in [*TIME_COLUMNS, "resident_bytes", "full_bytes", "nominal_ratio", "logical_ratio", "resident_ratio"]:
+    memory = ["resident_bytes", "full_bytes", "nominal_ratio", "logical_ratio", "resident_ratio"]
+    for column in [*TIME_COLUMNS, *memory, *reads.COLUMNS]:
         if column in first:
             frame[column] = first.loc[order, column].to_numpy()
     counts = table.groupby("policy", sort=False)["samples"].sum()
@@ -94,6 +97,8 @@ def caption(experiment: config.Experiment, frame) -> str:
     margins = experiment.margins
     if "accuracy_low" in frame or "delta_nll_low" in frame:
         lines.append(f"[low, high]: {1 - 2 * margins.alpha:.0%} intervals, by context or document")
+    if reads_less(frame):
+        lines.append("read: bytes that a step reads, index keys and positions among them, over the full fp32 cache's")
     if "verdict" in frame or "nll_verdict" in frame:
         accuracy, nll = margins.accuracy_margin, margins.nll_margin
         lines.append(
@@ -102,13 +107,18 @@ def caption(experiment: config.Experiment, frame) -> str:
     return "\n".join(lines)
 
 
+def reads_less(frame) -> bool:
+    """Whether a policy reads less than the full fp32 cache, by more than half of what the table's last digit says."""
+    return "read_ratio" in frame and bool((frame["read_ratio"] < 0.9995).any())
+
+
 def show(experiment: config.Experiment, frame, files: list[Path]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=experiment.question, caption=escape(caption(experiment, frame)))
-    columns = [c for c in SHOWN if c in frame]
+    columns = [c for c in SHOWN if c in frame and (c != "read_ratio" or reads_less(frame))]
     table.add_column("policy", min_width=16)
     for column in columns:
         table.add_column(SHOWN[column][0], justify="right")

@@ -17,16 +17,16 @@ import jax
 import numpy as np
 
 import kvlab
-from kvlab import memory, parts
-from kvlab.decode import Engine, Prefilled, Session
+from kvlab import memory
+from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
-from kvlab.experiment import config, report, store
+from kvlab.experiment import config, reads, report, store
 from kvlab.models import load
 from kvlab.tasks import Batch, Task
 from kvlab.tasks import text as text_source
 
-ENTROPY_STEPS = 4  # steps of a sample whose entropy is kept, evenly spaced
-FULL = parts.policy({})
+ENTROPY_STEPS = 4  # steps of a sample whose entropy and reads are kept, evenly spaced
+FULL = reads.FULL
 
 
 def run(
@@ -77,7 +77,7 @@ class Group:
         env = environment(self.engine, self.task)
         self.runs = [(store.Run(folder, cell), cell.make_policies(self.engine.config)) for cell in cells]
         for each, _ in self.runs:
-            each.open(env, accept_stale, fresh)
+            each.open({**env, "files": files_digest(each.cell)}, accept_stale, fresh)
 
     def run(self) -> None:
         for index in range(self.task.count()):
@@ -92,14 +92,14 @@ class Group:
 
     def _batch(self, index: int, todo) -> None:
         batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
-        prompt = self.engine.prefill(batch.prompts)
+        prompt = self.engine.prefill(batch.prompts, needs([policy for _, policies in todo for policy in policies]))
         reference = None
         if self.task.compares_logits:
             reference = decode(self.engine, prompt, FULL, batch, logits=True).logits
         for each, policies in todo:
             made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
             scores = self.task.score(batch, made.answers, made.logits, reference)
-            rows = [{**fact, **score, **made.row} for fact, score in zip(batch.facts, scores)]
+            rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
             arrays = {
                 "kept": made.kept,
                 "entropy": made.entropy,
@@ -121,6 +121,7 @@ class Decoded:
     entropy: np.ndarray  # [steps kept, L, B, H, G]
     entropy_steps: np.ndarray
     row: dict[str, Any]
+    reads: list[dict[str, float]]  # of each row of the results (see `reads.Reads.rows`)
     timing: dict[str, Any]
 
 
@@ -128,11 +129,13 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
     """Fills from the record, feeds the forced tokens, and samples the rest, one step a call so that each is timed."""
     session = engine.start(prompt, policies, batch.new_tokens, batch.rows, batch.forced, engine.model.stops)
     kept, footprint = snapshot(session, batch)
-    watch = ("entropy", "logits") if logits else ("entropy",)
+    watch = ("entropy", *reads.WATCH, *(("logits",) if logits else ()))
+    seen_reads = reads.Reads(session, reads.planned(batch.new_tokens, ENTROPY_STEPS))
     seen_logits: list[np.ndarray] = []
     seen_entropy: list[np.ndarray] = []
     while len(seen_entropy) < batch.new_tokens and not (session.done and seen_entropy):
         steps = session.run(1, watch)
+        seen_reads.see(len(seen_entropy), steps)
         seen_entropy.append(np.asarray(steps.entropy[0]))
         if logits:
             seen_logits.append(np.asarray(steps.logits[0]))
@@ -145,6 +148,7 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
         np.stack([seen_entropy[i] for i in chosen]).astype(np.float32),
         chosen,
         footprint,
+        seen_reads.rows(),
         timing(session, prompt, len(batch.rows)),
     )
 
@@ -191,6 +195,7 @@ def summarise(task: Task, each: store.Run, policies) -> dict[str, Any]:
         "seed": each.cell.seed,
         **task.summary(rows),
         **{name: float(np.mean([r[name] for r in rows])) for name in memory_names},
+        **{name: float(np.mean([r[name] for r in rows])) for name in reads.COLUMNS if all(name in r for r in rows)},
         "tokens_per_s": float(samples / steps.sum()),
         "ms_per_token_p50": float(np.quantile(steps, 0.5) * 1e3),
         "ms_per_token_p99": float(np.quantile(steps, 0.99) * 1e3),
@@ -210,6 +215,12 @@ def environment(engine: Engine, task: Task) -> dict[str, str]:
         "platform": f"{platform.machine()} {jax.default_backend()}",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def files_digest(cell: config.Cell) -> str:
+    """SHA-256 over the gates and rankings that a cell names, "" where it names none. Errors: ConfigError."""
+    found = sorted(cell.files())
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in found)).hexdigest() if found else ""
 
 
 @functools.cache

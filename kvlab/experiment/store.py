@@ -1,12 +1,13 @@
 """Results on disk. Everything is written beside its place and renamed, so a file that exists is whole.
 
 results/<experiment>/<run_id>/config.toml         written first
-                              env.json            digests of code, weights and text; versions
+                              env.json            digests of code, weights, text and the files a cell names; versions
                               metrics.jsonl       a line per finished batch
                               samples/00000.json  rows of one batch (its presence means: finished)
                               samples/00000.npz   kept positions, prompt tokens, entropy
                               summary.json        written last (its presence means: done)
 results/<experiment>/table.parquet                a row per cell
+results/<experiment>/ranking.json                 where layers were sparse one at a time (see `kvlab.experiment.ranking`)
 """
 
 import json
@@ -51,7 +52,7 @@ class Run:
         self.cell = cell
 
     def open(self, env: dict[str, Any], accept_stale: bool = False, fresh: bool = False) -> None:
-        """Creates the folder, or checks that what is in it was made by the same code, weights and text."""
+        """Creates the folder, or checks that what is in it was made by the same code, weights, text and files."""
         if fresh:
             shutil.rmtree(self.folder, ignore_errors=True)
         about = self.folder / "env.json"
@@ -87,9 +88,9 @@ class Run:
 
 
 def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> None:
-    """Refuses to build on what other code, weights or text made. Errors: ResultsError."""
-    for what in ("code", "weights", "text"):
-        if before.get(what) != env.get(what):
+    """Refuses to build on what other code, weights, text, gate or ranking made. Errors: ResultsError."""
+    for what in ("code", "weights", "text", "files"):
+        if before.get(what, "") != env.get(what, ""):
             raise ResultsError(
                 f"{folder} was made with other {what} ({str(before.get(what))[:12]} against {str(env.get(what))[:12]}); "
                 "pass --accept-stale to build on it, --fresh to start over, or --out for another folder"

@@ -58,7 +58,7 @@ class Needle(Task):
         begin = list(tokenizer.begin)
         room = self.length - len(begin) - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
         hay = source.token_stream(self.text, tokenizer, rng, room)[:room]
-        context, depths = self._insert(hay, needles)
+        context, depths = source.insert(hay, needles, self.depth)
         context = begin + context
         facts = [{"context": index, "needle": c, "depth": round(d, 4)} for c, d in zip(cities, depths)]
         if self.known:
@@ -68,21 +68,6 @@ class Needle(Task):
             prompts, rows, forced = [context], [0] * self.needles, questions
         steps = max(map(len, forced)) + self.new_tokens
         return Batch(prompts, rows, forced, steps, facts, numbers)
-
-    def _insert(self, hay: list[int], needles: list[list[int]]):
-        """The text with the needles in it, and the depth at which each begins."""
-        n = len(needles)
-        share = [(i + 0.5) / n if self.depth is None else self.depth for i in range(n)]
-        context: list[int] = []
-        starts, done = [], 0
-        for needle, at in zip(needles, share):
-            cut = int(at * len(hay))
-            context += hay[done:cut]
-            starts.append(len(context))
-            context += needle
-            done = cut
-        context += hay[done:]
-        return context, [s / len(context) for s in starts]
 
     def score(self, batch, answers, logits, reference):
         return [

@@ -94,3 +94,21 @@ def token_stream(source: str, tokenizer, rng, length: int) -> list[int]:
         if len(ids) >= length:
             return ids
     raise ConfigError(f"text={source!r} has {len(ids)} tokens in all, {length} were asked for; shorten the task's length")
+
+
+def insert(hay: list[int], pieces: list[list[int]], depth: float | None = None) -> tuple[list[int], list[float]]:
+    """The tokens with the pieces among them, in their order, and the depth, 0 … 1, at which each begins.
+
+    Pieces are spread evenly, or all lie at `depth`.
+    """
+    n = len(pieces)
+    context: list[int] = []
+    starts, done = [], 0
+    for i, piece in enumerate(pieces):
+        cut = int(((i + 0.5) / n if depth is None else depth) * len(hay))
+        context += hay[done:cut]
+        starts.append(len(context))
+        context += piece
+        done = cut
+    context += hay[done:]
+    return context, [s / len(context) for s in starts]

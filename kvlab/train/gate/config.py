@@ -10,7 +10,7 @@ seed, log, save             seed of gate and order; steps between lines of the l
 [[stages]]                  losses, in order
 [validate]                  hard selection on held-out contexts while training: the best gate is kept
 [[evaluate]]                tasks that are decoded at the end, with the full cache and with the gate
-[grid]                      "dotted.path" = [values]: a training for every combination
+[grid]                      "dotted.path" = [values]: a training for every combination; [[grid]] for several such grids
 [smoke]                     "dotted.path" = value: makes it small
 """
 
@@ -158,18 +158,26 @@ def read(source: str | Path | dict, overrides: Iterable[str] = (), smoke: bool =
         name, raw = source.get("name", "gate"), {k: v for k, v in source.items() if k != "name"}
     else:
         name, raw = Path(source).stem, parts.read_toml(source)
-    small, grid = raw.pop("smoke", {}), raw.pop("grid", {})
+    small, grids = raw.pop("smoke", {}), raw.pop("grid", {})
+    grids = grids if isinstance(grids, list) else [grids]
     changes = [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]
-    grid |= {path.removeprefix("grid."): value for path, value in changes if path.startswith("grid.")}
+    instead = {path.removeprefix("grid."): value for path, value in changes if path.startswith("grid.")}
     changes = [(path, value) for path, value in changes if not path.startswith("grid.")]
-    axes = [[(path, value) for value in values] for path, values in grid.items()]
     made = {}
-    for point in itertools.product(*axes):
+    for point in (point for grid in grids for point in _points(grid, instead)):
         table = msgspec.json.decode(msgspec.json.encode(raw))
         for path, value in [*((p, _value(v)) for p, v in point), *changes]:
             override(table, path, value)
         made[", ".join(f"{path} {_label(value)}" for path, value in point)] = _checked(_convert(table, name))
     return name, made
+
+
+def _points(grid: dict[str, list[Any]], instead: dict[str, list[Any]]):
+    """Every combination of a grid's values, some axes with other values than the file's."""
+    for path, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid: {path} = {values!r}; write a list of values")
+    return itertools.product(*([(path, value) for value in instead.get(path, values)] for path, values in grid.items()))
 
 
 def _value(value: Any) -> Any:

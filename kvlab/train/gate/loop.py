@@ -17,6 +17,7 @@ from kvlab.models import Model
 from kvlab.selection import SELECTIONS
 from kvlab.train.export import export
 from kvlab.train.gate import config, step
+from kvlab.train.gate import report as grid_report
 from kvlab.train.gate.config import GateTraining
 from kvlab.train.gate.evaluate import decoded
 from kvlab.train.gate.record import Records, layers
@@ -50,6 +51,8 @@ def train(
         with Folder(path, training, environment(), accept_stale, fresh) as folder:
             summary = folder.summary() or _train(label or name, training, folder, Path(out))
         made.append({"label": label, **summary})
+    if len(made) > 1:
+        grid_report.finish(name, next(iter(trainings.values())).question, made, root)
     return made
 
 

@@ -38,16 +38,18 @@ class Contiguous(Layout):
         return _canonical(memory, cut)
 
     def pages(self, memory, page_BHR):
-        def cut(x, axis, p):
-            index = (page_BHR[..., None] * p + jnp.arange(p)).reshape(*page_BHR.shape[:2], -1)
-            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis)
+        def cut(x, axis, p):  # whole pages at an index, which XLA copies run by run
+            paged = x.reshape(*x.shape[:axis], -1, p, *x.shape[axis + 1 :])
+            page = page_BHR.reshape(*page_BHR.shape[:2], *(1,) * (axis - 2), -1, *(1,) * (4 - axis))
+            got = jnp.take_along_axis(paged, page, axis, mode="clip")
+            return got.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
         return _canonical(memory, cut)
 
     def tokens(self, memory, slot_BHR):
         def cut(x, axis, p):
             index = slot_BHR if p == PAGE else slot_BHR // PAGE
-            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis)
+            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis, mode="clip")
 
         return _canonical(memory, cut, single=True)
 

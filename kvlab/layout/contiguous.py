@@ -6,6 +6,8 @@ from jax import lax
 
 from kvlab.core import PAGE, Layout, part
 
+RUN = 8  # slots
+
 
 @part
 class Contiguous(Layout):
@@ -38,10 +40,12 @@ class Contiguous(Layout):
         return _canonical(memory, cut)
 
     def pages(self, memory, page_BHR):
-        def cut(x, axis, p):  # whole pages at an index, which XLA copies run by run
-            paged = x.reshape(*x.shape[:axis], -1, p, *x.shape[axis + 1 :])
-            page = page_BHR.reshape(*page_BHR.shape[:2], *(1,) * (axis - 2), -1, *(1,) * (4 - axis))
-            got = jnp.take_along_axis(paged, page, axis, mode="clip")
+        # whole pages at an index; in runs of RUN, because XLA's CPU backend copies runs of 64 number by number
+        def cut(x, axis, p):
+            runs = (-1, p // RUN, RUN) if axis == 3 and p % RUN == 0 else (-1, p)
+            paged = x.reshape(*x.shape[:axis], *runs, *x.shape[axis + 1 :])
+            page = page_BHR.reshape(*page_BHR.shape[:2], *(1,) * (axis - 2), -1, *(1,) * (paged.ndim - axis - 1))
+            got = lax.optimization_barrier(jnp.take_along_axis(paged, page, axis, mode="clip"))
             return got.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
         return _canonical(memory, cut)

@@ -207,6 +207,20 @@ def flat(json_: Json = None) -> None:
 
 
 @bench.command()
+def select(
+    length: Annotated[int, typer.Option(help="Tokens in the cache, a multiple of 64.")] = 32_768,
+    sparsity: Annotated[float, typer.Option(help="Share that is left out.")] = 0.9,
+    dtype: Annotated[str, typer.Option(help="Of the index keys: float32, float16, bfloat16 or int8.")] = "float16",
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 15,
+    json_: Json = None,
+) -> None:
+    """One attention over all tokens, and over what a gate picks: scoring, picking, reading."""
+    from kvlab.bench import select as module
+
+    write_json(json_, module.main(length, sparsity, dtype, pairs))
+
+
+@bench.command()
 def agree(
     file: Annotated[Path, typer.Option(help="The experiment whose needle prompts are used.")] = Path(
         "experiments/quickstart.toml"

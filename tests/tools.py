@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from kvlab import gates
 from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
@@ -18,7 +20,11 @@ from kvlab.models import Model, transformer
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Protect, Window
-from kvlab.selection import ReadAll
+from kvlab.selection import SELECTIONS as REGISTERED
+from kvlab.selection import Quest, ReadAll
+from kvlab.selection.gated import Gated
+from kvlab.selection.top import Top
+from tests import naive
 
 
 @part
@@ -78,15 +84,41 @@ CODECS = {
     "kivi": KV(Int8("channel"), Int8("token")),
 }
 LAYOUTS = {"contiguous": Contiguous()}
-SELECTIONS = {"read_all": ReadAll(), "pages": LatePages(), "tokens": OddTokens()}
+
+
+@functools.cache
+def gate_layer(kind="spatial", kv_heads=2, head_dim=32, seed=0, **shape):
+    """The first layer of an untrained gate, whose parameters are moved apart so that none is neutral."""
+    gate = gates.make(kind, gates.GateConfig(2, kv_heads, head_dim, **{"rank": 8, **shape}), seed)
+    rng = np.random.default_rng(seed)
+    moved = {n: x + 0.3 * rng.standard_normal(x.shape, np.float32) for n, x in nnx.to_pure_dict(nnx.state(gate)).items()}
+    return gates.store.with_values(gate, moved).layer(0)
+
+
+def selection(name, layer=None, **options):
+    """A registered selection; gated ones get a gate without a file."""
+    cls = REGISTERED[name]
+    if issubclass(cls, Gated):
+        options |= {"gate": "made", "layer": layer or gate_layer(cls.kind)}
+    return cls(**options)
+
+
+SELECTIONS = {
+    "read_all": ReadAll(),
+    "pages": LatePages(),
+    "tokens": OddTokens(),
+    "hysparse": selection("hysparse", sparsity=0.6, recent=8),
+    "quest": selection("quest", sparsity=0.5, recent=8),
+    "short_keys": selection("key_norm", sparsity=0.7, recent=8, granularity="page"),
+}
 PRODUCT = list(itertools.product(RETENTIONS, CODECS, LAYOUTS, SELECTIONS))
-# every pair of parts occurs in one of these
+# every pair of parts occurs in one of these: a Latin square, and for the retention that it lacks, the first one
 COVERING = [
     (r, c, "contiguous", s)
     for i, r in enumerate(RETENTIONS)
     for j, c in enumerate(CODECS)
     for k, s in enumerate(SELECTIONS)
-    if (i + j + k) % 3 == 0
+    if (i + j + k) % 6 == 0 or (i, (j + k) % 6) == (0, 1)
 ]
 
 
@@ -130,7 +162,7 @@ def decode(policy, cache, key, value, query, start, spec):
         k, v, q, i = x
         done = policy.attend(policy.append(cache, k, v, start + i), q, start + i, spec)
         seen = {"out": done.out_BHQD, "lse": done.lse_BHQ, "pos": done.cache.pos, "entropy": done.info.entropy_BHQ}
-        seen |= {"reads": done.info.reads_BH, "open": done.cache.open, "offset": done.cache.offset}
+        seen |= {"reads": done.info.reads_BH, "bound": done.info.bound_BH, "open": done.cache.open, "offset": done.cache.offset}
         return done.cache, seen
 
     return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query))))
@@ -158,7 +190,7 @@ def run(policy: Policy, s: Sequence, budget: int | None = None):
     cache = policy.fill(s.record, budget or policy.budget(int(s.lengths.max()), total))
     key, value = appended(s)
     last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec)
-    return cache, last, {k: np.asarray(v) for k, v in seen.items()}
+    return cache, last, {k: np.asarray(v) for k, v in (seen | {"first": cache.pos}).items()}
 
 
 def through(codec, rows):
@@ -183,22 +215,40 @@ def oracle(policy: Policy, s: Sequence, seen, step: int):
             sees = np.asarray(spec.sees(page, now) & np.asarray(rule.mask(page, now)))
             keys, values, ok = [*keys, rows[0]], [*values, rows[1]], [*ok, sees]
         key, value, ok = np.concatenate(keys), np.concatenate(values), np.concatenate(ok)
-        ok &= _selected(policy.selection, pos, ok)
         logits = np.asarray(spec.cap(jnp.asarray(s.query[step, b, h] @ key.T * spec.scale)))
+        ok &= _selected(policy.selection, s, seen, (step, b, h), ok, logits)
         if ok.any():
             weight = np.where(ok, np.exp(logits - logits[:, ok].max(-1, keepdims=True)), 0)
             out[b, h] = (weight / weight.sum(-1, keepdims=True)) @ value
     return out
 
 
-def _selected(selection, pos, ok):
+def _selected(selection, s: Sequence, seen, at, ok, logits):
+    step, b, h = at
+    pos = seen["pos"][at]
     if isinstance(selection, LatePages):
         newest = np.where(ok.reshape(pos.shape), pos, EMPTY).max(-1)
         pages = [n for n in np.argsort(-newest, kind="stable")[: selection.count] if newest[n] >= 0]
         return np.isin(np.repeat(np.arange(len(pos)), PAGE), pages)
     if isinstance(selection, OddTokens):
         return pos.reshape(-1) % 2 == 1
-    return np.ones(pos.size, bool)
+    if not isinstance(selection, Top):
+        return np.ones(pos.size, bool)
+    key = np.where(pos.reshape(-1, 1) >= 0, s.key[b, h][np.maximum(pos.reshape(-1), 0)], 0)
+    held = _held(s, seen, at) if isinstance(selection, Quest) else None
+    return naive.select(selection, s.query[at] * np.float32(s.spec.scale), key, logits, pos, ok, h, held)
+
+
+def _held(s: Sequence, seen, at):
+    """Keys that each page has held since it was last empty; Quest's bounds only widen."""
+    step, b, h = at
+    held = [set(page[page >= 0].tolist()) for page in seen["first"][b, h]]
+    for t in range(step + 1):
+        for n, page in enumerate(seen["pos"][t, b, h]):
+            now = set(page[page >= 0].tolist())
+            alone = now == {s.lengths[b] + t}
+            held[n] = now if alone else held[n] | now
+    return [s.key[b, h][sorted(page)] for page in held]
 
 
 class Bytes:

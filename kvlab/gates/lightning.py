@@ -9,7 +9,7 @@ import numpy as np
 
 from kvlab.core import part
 from kvlab.gates.base import Gate, GateConfig, GateParam
-from kvlab.gates.spatial import plain, unit
+from kvlab.gates.spatial import plain, same, unit
 
 
 @part
@@ -31,11 +31,11 @@ class LightningLayer:
         """Index keys `[B, H, X, width]`, of length 1."""
         return unit(plain(key_BHXD, pos, self.frequency) @ self.key_DR)
 
-    def scores(self, query_BHGD, index_BHXR, visible_BHX, now_BH):
-        """Float `[B, H, X]` of G query heads together, at positions `now`."""
+    def scores(self, query_BHGD, index_BHXR, visible_BHX, now_BH, widen=same):
+        """Float `[B, H, X]` of G query heads together, at positions `now`; `widen` makes stored index keys float32."""
         query = plain(query_BHGD, now_BH[..., None], self.frequency)
         heads = jnp.einsum("bhgd,ndr->bhgnr", query, self.query_NDR)
-        match = jax.nn.relu(jnp.einsum("bhgnr,bhxr->bhgnx", heads, index_BHXR))
+        match = jax.nn.relu(jnp.einsum("bhgnr,bhxr->bhgnx", heads, widen(index_BHXR)))
         return jnp.einsum("hn,bhgnx->bhx", self.weight_HN, match)
 
 

@@ -11,12 +11,27 @@ from kvlab.attention import rotary, rotate
 from kvlab.core import part, static
 from kvlab.gates.base import Gate, GateConfig, GateParam
 
+NARROW = 32  # channels; every one is a term of the compiled loop
 EPS = 1e-6  # inside the square root, so that neither a zero vector nor its gradient is NaN
 
 
 def unit(x):
     """x / ‖x‖ in float32; a vector of zeros stays one."""
     return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
+
+
+def same(x):
+    return x
+
+
+def match(query, index, widen=same):
+    """Inner products of queries `[..., R]` and index keys `[..., X, R]`, as `[..., X]`; `widen` makes stored ones float32.
+
+    Narrow ones are added up channel by channel: XLA then reads 16 or 8 bits where they lie, and makes no widened copy.
+    """
+    if index.shape[-1] > NARROW:
+        return jnp.einsum("...r,...xr->...x", query, widen(index))
+    return sum(query[..., r, None] * widen(index[..., r]) for r in range(index.shape[-1]))
 
 
 def plain(x, pos, frequency):
@@ -51,13 +66,13 @@ class SpatialLayer:
         """Index keys `[B, H, X, width]`, of length 1; `pos` broadcasts to `[B, H, X]`."""
         return self._project(plain(key_BHXD, pos, self.frequency), self.key_DR)
 
-    def scores(self, query_BHGD, index_BHXR, visible_BHX, now_BH):
-        """Float `[B, H, X]` of G query heads together, at positions `now`."""
+    def scores(self, query_BHGD, index_BHXR, visible_BHX, now_BH, widen=same):
+        """Float `[B, H, X]` of G query heads together, at positions `now`; `widen` makes stored index keys float32."""
         query = self._project(plain(query_BHGD, now_BH[..., None], self.frequency), self.query_DR)
         heat = jnp.exp(self.heat_H)[:, None]
         if self.pool == "mean":
-            return heat * jnp.einsum("bhr,bhxr->bhx", query.mean(-2), index_BHXR)
-        scores = heat[..., None] * jnp.einsum("bhgr,bhxr->bhgx", query, index_BHXR)
+            return heat * match(query.mean(-2), index_BHXR, widen)
+        scores = heat[..., None] * match(query, index_BHXR[:, :, None], widen)
         scores = jnp.where(visible_BHX[:, :, None], scores, -1e30)
         scores = nn.log_softmax(scores, -1)
         return nn.logsumexp(scores, -2) - math.log(query.shape[-2])

@@ -6,6 +6,8 @@ from jax import lax
 
 from kvlab.core import PAGE, Layout, part
 
+RUN = 8  # slots
+
 
 @part
 class Contiguous(Layout):
@@ -38,16 +40,20 @@ class Contiguous(Layout):
         return _canonical(memory, cut)
 
     def pages(self, memory, page_BHR):
+        # whole pages at an index; in runs of RUN, because XLA's CPU backend copies runs of 64 number by number
         def cut(x, axis, p):
-            index = (page_BHR[..., None] * p + jnp.arange(p)).reshape(*page_BHR.shape[:2], -1)
-            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis)
+            runs = (-1, p // RUN, RUN) if axis == 3 and p % RUN == 0 else (-1, p)
+            paged = x.reshape(*x.shape[:axis], *runs, *x.shape[axis + 1 :])
+            page = page_BHR.reshape(*page_BHR.shape[:2], *(1,) * (axis - 2), -1, *(1,) * (paged.ndim - axis - 1))
+            got = lax.optimization_barrier(jnp.take_along_axis(paged, page, axis, mode="clip"))
+            return got.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
         return _canonical(memory, cut)
 
     def tokens(self, memory, slot_BHR):
         def cut(x, axis, p):
             index = slot_BHR if p == PAGE else slot_BHR // PAGE
-            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis)
+            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis, mode="clip")
 
         return _canonical(memory, cut, single=True)
 

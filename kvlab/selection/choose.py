@@ -45,7 +45,8 @@ def top(score_X, ok_X, pos_X, number):
 
 
 def _sortable(x):
-    """Unsigned integers ≥ 1 in the order of float32 numbers."""
+    """Unsigned integers ≥ 1 in the order of float32 numbers; the two zeros are equal."""
+    x = jnp.where(x == 0, 0.0, x)
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     ordered = lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.uint32) ^ jnp.uint32(1 << 31)
     return jnp.maximum(ordered, 1)

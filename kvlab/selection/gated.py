@@ -76,8 +76,8 @@ class Gated(Top):
     def scores(self, state, query_BHQD, visible_BHNP, cache, around):
         B, H, N, P = visible_BHNP.shape
         now = jnp.where(visible_BHNP, cache.pos, -1).max((-1, -2))
-        index = jnp.swapaxes(self.unpack(state), 2, 3)
-        scores = self.layer.scores(query_BHQD, index, visible_BHNP.reshape(B, H, N * P), now)
+        index, flat = jnp.swapaxes(state, 2, 3), visible_BHNP.reshape(B, H, N * P)
+        scores = self.layer.scores(query_BHQD, index, flat, now, self.unpack)
         return windowed(scores.reshape(B, H, N, P), visible_BHNP, self.flattening)
 
     @property

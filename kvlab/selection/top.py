@@ -16,7 +16,7 @@ GRANULARITIES = ("token", "page")
 class Top(Selection):
     """Reads the K tokens, or the pages, of highest score for each KV head; sinks and recent tokens are among them.
 
-        K = min(max_k, ⌈(1 − sparsity) · visible⌉)        pages: the newest and (K − its tokens) / 64 others, rounded
+        K = min(max_k, ⌈(1 − sparsity) · visible⌉)        pages: the newest, and as many others as hold the rest
 
     A subclass says what a token's score is, or a page's.
 
@@ -41,10 +41,12 @@ class Top(Selection):
             raise ConfigError(f"selection: granularity={self.granularity!r}; {nearest(str(self.granularity), GRANULARITIES)}")
         if self.max_k is not None and self.max_k < 1:
             raise ConfigError(f"selection: max_k={self.max_k}; allowed: 1 and more, or leave it out")
-        if isinstance(self.sparsity, list | tuple):
-            object.__setattr__(self, "sparsity", jnp.asarray(self.sparsity, jnp.float32))
-        if isinstance(self.sparsity, float | int) and not 0 <= self.sparsity < 1:
+        several = isinstance(self.sparsity, list | tuple)
+        asked = self.sparsity if several else [self.sparsity]
+        if not all(0 <= x < 1 for x in asked if isinstance(x, float | int)):
             raise ConfigError(f"selection: sparsity={self.sparsity}; allowed: 0 (read all) up to, but not, 1")
+        if several:
+            object.__setattr__(self, "sparsity", jnp.asarray(self.sparsity, jnp.float32))
 
     def at(self, layer, model, token_bytes):
         """Errors: ConfigError for a `read` that the index alone exceeds."""
@@ -56,7 +58,7 @@ class Top(Selection):
                 f"selection: read={self.read}; its index keys alone take {index:.3f} of the dense bytes; "
                 f"allowed: above that, up to {1 + index:.3f}"
             )
-        return dataclasses.replace(self, sparsity=1 - (self.read - index), read=None)
+        return dataclasses.replace(self, sparsity=max(1 - (self.read - index), 0.0), read=None)
 
     def rows(self, index):
         per_row = getattr(self.sparsity, "ndim", 0) == 1
@@ -82,6 +84,10 @@ class Top(Selection):
     def count(self, visible_BHNP):
         """K and the active bound, `[B, H]`."""
         sparsity = jnp.reshape(jnp.asarray(self.sparsity, jnp.float32), (-1, 1))
+        if len(sparsity) not in (1, len(visible_BHNP)):
+            raise ConfigError(
+                f"selection: {len(sparsity)} sparsities for {len(visible_BHNP)} rows; give one, or one for each row"
+            )
         return choose.count(visible_BHNP.sum((-1, -2), dtype=jnp.int32), sparsity, self.max_k)
 
     def tokens(self, score_BHNP, number_BH, visible_BHNP, cache):
@@ -104,11 +110,14 @@ class Top(Selection):
         N = visible_BHNP.shape[2]
         pos = jnp.where(visible_BHNP, cache.pos, -1)
         newest, now = pos.max(-1), pos.max((-1, -2))[..., None]
-        begun = jnp.where(newest == now, visible_BHNP.sum(-1), 0).max(-1)  # tokens of the page that is not full yet
-        pages = lambda tokens: 1 + jnp.maximum(tokens - begun, 0) // PAGE
-        number, most = pages(number_BH + PAGE // 2), N
+        held = visible_BHNP.sum(-1, dtype=jnp.int32)
+        begun = jnp.where(newest == now, held, 0).max(-1)  # tokens of the page that is not full yet
+        others = jnp.maximum((held > 0).sum(-1) - 1, 1)
+        each = jnp.maximum((held.sum(-1) - begun) / others, 1.0)  # 64, unless a window or an eviction left gaps
+        number, most = 1 + jnp.floor(jnp.maximum(number_BH - begun, 0) / each + 0.5).astype(jnp.int32), N
         if self.max_k is not None:
-            number, most = jnp.minimum(number, pages(self.max_k)), min(self.max_k // PAGE + 1, N)
+            number = jnp.minimum(number, 1 + jnp.maximum(self.max_k - begun, 0) // PAGE)
+            most = min(self.max_k // PAGE + 1, N)
         huge = jnp.finfo(jnp.float32).max
         score = jnp.clip(score_BHN, -huge / 4, huge / 4)
         score = jnp.where(newest > now - self.recent, huge / 2, score)

@@ -29,7 +29,7 @@ def match(query, index, widen=same):
 
     Narrow ones are added up channel by channel: XLA then reads 16 or 8 bits where they lie, and makes no widened copy.
     """
-    if index.shape[-1] > NARROW:
+    if index.shape[-1] > NARROW or widen is same:
         return jnp.einsum("...r,...xr->...x", query, widen(index))
     return sum(query[..., r, None] * widen(index[..., r]) for r in range(index.shape[-1]))
 

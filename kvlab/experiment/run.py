@@ -18,7 +18,7 @@ import numpy as np
 
 import kvlab
 from kvlab import memory, parts
-from kvlab.decode import Engine, Prefilled, Session
+from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import config, report, store
 from kvlab.models import load
@@ -92,7 +92,7 @@ class Group:
 
     def _batch(self, index: int, todo) -> None:
         batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
-        prompt = self.engine.prefill(batch.prompts)
+        prompt = self.engine.prefill(batch.prompts, set().union(*(needs(policies) for _, policies in todo)))
         reference = None
         if self.task.compares_logits:
             reference = decode(self.engine, prompt, FULL, batch, logits=True).logits

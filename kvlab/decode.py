@@ -31,12 +31,13 @@ __all__ = ["Engine", "Prefilled", "Session", "bucket", "needs", "per_layer"]
 
 
 class Prefilled(NamedTuple):
-    """Prompts, their records (one per layer), their next-token logits, and how long it took."""
+    """Prompts, their records (one per layer), their next-token logits, and how long prefill took; a replay not included."""
 
     prompts: Sequence[Sequence[int]]
     records: tuple[Record, ...]
     logits_BV: jax.Array
     seconds: float
+    replay_seconds: float = 0.0
 
 
 class Engine:
@@ -56,12 +57,17 @@ class Engine:
         """
         tokens, needs = padded(prompts, bucket(self._longest(prompts))), frozenset(needs)
         begin = time.perf_counter()
-        records, logits = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED)
-        if "importance" in needs:
-            found = replay.importance(self.model, prompts, records)
-            records = tuple(replace(r, seen={**r.seen, "importance": x}) for r, x in zip(records, found))
-        jax.block_until_ready((records, logits))
-        return Prefilled(prompts, records, logits, time.perf_counter() - begin)
+        done = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED)
+        records, logits = jax.block_until_ready(done)
+        prompt = Prefilled(prompts, records, logits, time.perf_counter() - begin)
+        return self._replayed(prompt) if "importance" in needs else prompt
+
+    def _replayed(self, prompt: Prefilled) -> Prefilled:
+        """The same with what a replay of the prompts says in its records."""
+        begin = time.perf_counter()
+        found = jax.block_until_ready(replay.importance(self.model, prompt.prompts, prompt.records))
+        records = tuple(replace(r, seen={**r.seen, "importance": x}) for r, x in zip(prompt.records, found))
+        return prompt._replace(records=records, replay_seconds=time.perf_counter() - begin)
 
     def start(
         self,

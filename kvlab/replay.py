@@ -18,7 +18,7 @@ from jax import lax
 from kvlab import compilation
 from kvlab.attention import MASKED, AttentionSpec
 from kvlab.core import EMPTY, Record
-from kvlab.errors import CapacityError
+from kvlab.errors import CapacityError, ConfigError
 from kvlab.models import Model
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
@@ -27,7 +27,7 @@ BLOCK = 64  # tokens whose weights are held at a time, of one KV head
 CHUNK = 2048  # tokens of the context that one replay repeats, as in the article
 WIDTH = 256  # replays are padded to a multiple of this
 LEAD = 8  # tokens before a chunk that tell which part is to be repeated
-FIRST, NEXT = "\n\nRepeat the previous context:\n", "\n\nRepeat the previous context starting with"
+FIRST, NEXT, END = "\n\nRepeat the previous context:\n", "\n\nRepeat the previous context starting with", ":\n"
 
 
 def weigh(query_BRHGD, key_BHSD, value_BHSD, pos_BS, now_BR, spec: AttentionSpec):
@@ -93,13 +93,23 @@ def run(config: ModelConfig, params, records: tuple[Record, ...], tokens_BR, len
     return tuple(found)
 
 
+def requests(model: Model) -> list[list[int]]:
+    """The token ids of FIRST, NEXT and END. Errors: ConfigError where the model has no words for them."""
+    try:
+        return [model.tokenizer.encode(text) for text in (FIRST, NEXT, END)]
+    except Exception as error:  # tokenizers raises nothing narrower for a word that is not in its vocabulary
+        raise ConfigError(
+            f"{model.name} has no tokens for the request to repeat a prompt ({error}); use a retention that needs no replay"
+        ) from error
+
+
 def replays(model: Model, prompt: Sequence[int], chunk: int) -> list[list[int]]:
     """The token ids that repeat a prompt, `chunk` tokens of it at a time, each with the request for it before."""
-    encode = model.tokenizer.encode
+    first, after, end = requests(model)
     parts = []
     for begin in range(0, len(prompt), chunk):
-        ask = encode(NEXT) + list(prompt[max(begin - LEAD, 0) : begin]) + encode(":\n") if begin else encode(FIRST)
-        parts.append(ask + list(prompt[begin : begin + chunk]))
+        ask = [*after, *prompt[max(begin - LEAD, 0) : begin], *end] if begin else first
+        parts.append([*ask, *prompt[begin : begin + chunk]])
     return parts
 
 
@@ -108,11 +118,11 @@ def importance(model: Model, prompts: Sequence[Sequence[int]], records: tuple[Re
 
     Every chunk's queries see, and share their weights among, the whole prompt and their own replay; the article leaves the
     other chunks out of the denominator, which is the same for prompts of up to CHUNK tokens.
-    Errors: CapacityError where a prompt leaves the model no room to repeat any of it.
+    Errors: CapacityError where a prompt leaves the model no room to repeat any of it, ConfigError where it cannot be asked to.
     """
     config, longest = model.config, max(map(len, prompts))
-    asking = len(model.tokenizer.encode(NEXT)) + LEAD + len(model.tokenizer.encode(":\n"))
-    asking = max(asking, len(model.tokenizer.encode(FIRST)))
+    first, after, end = requests(model)
+    asking = max(len(first), len(after) + LEAD + len(end))
     chunk = min(chunk, config.context - longest - asking)
     if chunk < 1:
         raise CapacityError(

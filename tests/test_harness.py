@@ -57,7 +57,7 @@ def test_an_experiment_gives_a_table_a_picture_and_samples(on_tiny, tmp_path, ca
     prefills = []
     real = runner.Engine.prefill
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.Engine, "prefill", lambda self, prompts: prefills.append(1) or real(self, prompts))
+        patch.setattr(runner.Engine, "prefill", lambda self, *args: prefills.append(1) or real(self, *args))
         frame = kvlab.run(SMALL, out=tmp_path)
     assert len(prefills) == 3, "one prefill per batch serves every policy"
     assert list(frame["policy"]) == ["full", "window size 60 sinks 4", "K int8 channel / V int8"]

@@ -16,11 +16,13 @@ from kvlab.errors import CapacityError, ConfigError
 from kvlab.gates import GateConfig, ImportanceConfig, ImportanceGate
 from kvlab.gates.store import with_values
 from kvlab.layout import Contiguous
+from kvlab.models import load
 from kvlab.models.transformer import bind
 from kvlab.plan import Dims
 from kvlab.policy import Policy
 from kvlab.retention import Gated, KeepAll, KVzip, Protect
 from kvlab.selection import ReadAll
+from kvlab.tasks.mqar import Mqar, sample
 from kvlab.train import importance, targets
 from tests import tools
 
@@ -400,6 +402,37 @@ def test_training_learns_and_keeps_the_best_gate():
         importance.fit(train, [], training, tools.tiny_model().config)
     with pytest.raises(ConfigError, match="epochs=0"):
         importance.Training(epochs=0)
+
+
+def test_a_trained_gate_recalls_what_a_window_of_its_size_forgets(tmp_path):
+    """The whole way on tiny-recall: records, training, a file, a policy that keeps a quarter of contexts it never saw."""
+    model, path = load("tiny-recall"), str(tmp_path / "gate.safetensors")
+    engine, task = Engine(model), Mqar(length=256, contexts=1, pairs=16, queries=16)
+
+    def context(seed):
+        drawn = sample(np.random.default_rng([50, seed]), 1, 240, 16, 16)
+        return np.concatenate([drawn.context_BT[0], drawn.query_BQ[0]]).tolist()
+
+    train, held_out = ([targets.record_context(model, context(i), "following") for i in x] for x in (range(6), (9,)))
+    gates.save(importance.fit(train, held_out, importance.Training(16, epochs=15, rows=128, rate=1e-2), model.config)[0], path)
+
+    def hits(retention):
+        policies = per_layer(parts.policy({"retention": retention}), model.config)
+        batch = task.batch(0, 0, model.tokenizer)
+        prompt = engine.prefill(batch.prompts, needs(policies))
+        session = engine.start(prompt, policies, batch.new_tokens, batch.rows, batch.forced)
+        session.run(batch.new_tokens)
+        answers = [model.tokenizer.decode(ids) for ids in session.answers()]
+        return sum(row["correct"] for row in task.score(batch, answers, None, None))
+
+    assert hits("keep_all") == 16
+    assert hits({"name": "gated", "gate": path, "ratio": 0.75}) >= 14
+    assert hits({"name": "window", "size": 60, "sinks": 4}) <= 8
+
+
+def test_a_model_without_words_for_the_request_is_refused():
+    with pytest.raises(ConfigError, match="tiny-recall has no tokens for the request.*needs no replay"):
+        Engine(load("tiny-recall")).prefill([[1, 2, 3]], {"importance"})
 
 
 def test_agreement_by_hand():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvlab import gates, memory, parts, plan, replay
+from kvlab import gates, generate, memory, parts, plan, replay
 from kvlab.codec import Int8, Raw
 from kvlab.core import EMPTY, PAGE
 from kvlab.decode import Engine, needs, per_layer
@@ -310,6 +310,12 @@ def test_kvzip_keeps_what_the_replay_weighs_most(tiny, rng):
         order = [p for p in np.argsort(-want[layer, h]).tolist() if p in kept(session.state.caches[layer].pos[0, h])]
         assert len(order) == 60 - 23
         assert kept(session.state.caches[layer].pos[0, h]) - set(order) == set(range(120, 143))
+
+
+def test_generating_asks_for_what_a_policy_needs(tiny, saved):
+    engine, ids = Engine(tiny), list(range(200))
+    for rule in (KVzip(ratio=0.5), Gated(gate=saved, ratio=0.5)):
+        assert generate.generate(engine, policy(rule), ids, 8)["resident_ratio"] < 0.6
 
 
 def test_kvzip_cannot_be_streamed(tiny):

@@ -180,15 +180,13 @@ def test_a_rule_of_ones_own_runs_by_import_path(on_tiny, tmp_path):
     assert frame["resident_bytes"].iloc[1] < frame["resident_bytes"].iloc[0]
 
 
-def test_prompts_are_recorded_with_what_the_policies_of_a_group_need(on_tiny, tmp_path, tiny):
+def test_prompts_are_recorded_with_what_the_policies_of_a_group_need(on_tiny, tmp_path):
     """A gate beside a replay beside the full cache, from one prefill."""
     path = str(tmp_path / "gate.safetensors")
     gates.save(gates.make("importance", gates.ImportanceConfig(2, 2, 16, 48, 8)), path)
     rules = [{"name": "gated", "gate": path, "ratio": 0.5}, {"name": "kvzip", "ratio": 0.5}]
-    small = {
-        **SMALL,
-        "grid": {"task": SMALL["grid"]["task"][:1], "policy": [{"label": "full"}, *({"retention": r} for r in rules)]},
-    }
+    policies = [{"label": "full"}, *({"label": rule["name"], "retention": rule} for rule in rules)]
+    small = {**SMALL, "grid": {"task": SMALL["grid"]["task"][:1], "policy": policies}}
     frame = kvlab.run(small, out=tmp_path)
     assert (frame["resident_bytes"].iloc[1:] < 0.7 * frame["resident_bytes"].iloc[0]).all()
 

@@ -12,7 +12,8 @@ class KVzip(Sized):
 
         priority(token) = max over the replay's queries and the query heads of a KV head of the attention weight
 
-    https://arxiv.org/abs/2505.23416, section 3, with an equal budget for every head. Prefill takes an extra pass over as many
+    https://arxiv.org/abs/2505.23416, section 3, but with an equal budget for every layer and head, where the article lets one
+    threshold run through all of them: expect less from the same number of tokens. Prefill takes an extra pass over as many
     tokens as the prompt has, so a prompt cannot be streamed. Tokens that come afterwards, which nothing has repeated, stay
     longest.
     """

@@ -260,7 +260,10 @@ def kept(length: int, ratio: float) -> int:
 # ----------------------------------------------------------------------------------------------- what passes between
 
 
-NEEDS = ("hidden",)  # what a retention may ask for: the layer's input [B, 1, T, E], the residual stream before its norm
+# What a retention may ask for: "hidden", the layer's input [B, 1, T, E], the residual stream before its norm; "importance"
+# [B, H, T], what a replay of the prompt says (kvlab/replay.py), ∞ for tokens that came after it.
+NEEDS = ("hidden", "importance")
+REPLAYED = frozenset({"importance"})  # of these, what takes a pass of its own after prefill
 
 
 @part

@@ -8,14 +8,15 @@ session.run(32)                                       # greedy; session.tokens g
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvlab import compilation, loop
-from kvlab.core import EMPTY, PAGE, Record
+from kvlab import compilation, loop, replay
+from kvlab.core import EMPTY, PAGE, REPLAYED, Record
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.loop import State
 from kvlab.models import Model
@@ -30,12 +31,13 @@ __all__ = ["Engine", "Prefilled", "Session", "bucket", "needs", "per_layer"]
 
 
 class Prefilled(NamedTuple):
-    """Prompts, their records (one per layer), their next-token logits, and how long it took."""
+    """Prompts, their records (one per layer), their next-token logits, and how long prefill took; a replay not included."""
 
     prompts: Sequence[Sequence[int]]
     records: tuple[Record, ...]
     logits_BV: jax.Array
     seconds: float
+    replay_seconds: float = 0.0
 
 
 class Engine:
@@ -51,13 +53,21 @@ class Engine:
 
         Args:
           needs: what policies need of the prompt besides keys and values (`Retention.needs`).
-        Errors: CapacityError for an empty or too long prompt.
+        Errors: CapacityError for an empty or too long prompt, also where the replay that a policy needs does not fit.
         """
-        tokens = padded(prompts, bucket(self._longest(prompts)))
+        tokens, needs = padded(prompts, bucket(self._longest(prompts))), frozenset(needs)
         begin = time.perf_counter()
-        done = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts), frozenset(needs))
+        done = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED)
         records, logits = jax.block_until_ready(done)
-        return Prefilled(prompts, records, logits, time.perf_counter() - begin)
+        prompt = Prefilled(prompts, records, logits, time.perf_counter() - begin)
+        return self._replayed(prompt) if "importance" in needs else prompt
+
+    def _replayed(self, prompt: Prefilled) -> Prefilled:
+        """The same with what a replay of the prompts says in its records."""
+        begin = time.perf_counter()
+        found = jax.block_until_ready(replay.importance(self.model, prompt.prompts, prompt.records))
+        records = tuple(replace(r, seen={**r.seen, "importance": x}) for r, x in zip(prompt.records, found))
+        return prompt._replace(records=records, replay_seconds=time.perf_counter() - begin)
 
     def start(
         self,
@@ -103,6 +113,10 @@ class Engine:
         `options` are those of `start` after `new_tokens`, without `rows`.
         """
         policies, sizes, limit = self._plan(prompts, policy, new_tokens)
+        if replayed := needs(policies) & REPLAYED:
+            raise ConfigError(
+                f"the policy needs {sorted(replayed)}, a replay of the whole prompt; write engine.prefill, not stream"
+            )
         c, B = self.config, len(prompts)
         nothing = jnp.zeros((B, c.kv_heads, PAGE, c.head_dim))
         seen = {name: jnp.zeros((B, 1, PAGE, c.hidden)) for name in needs(policies)}

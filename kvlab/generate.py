@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvlab import memory, parts
-from kvlab.decode import Engine
+from kvlab.decode import Engine, needs, per_layer
 from kvlab.errors import ConfigError
 from kvlab.models import Model, chat
 from kvlab.policy import Policy
@@ -65,7 +65,8 @@ def generate(
     if new_tokens < 1:
         raise ConfigError(f"new_tokens={new_tokens}; allowed: 1 or more")
     model, begin = engine.model, time.perf_counter()
-    session = engine.start(engine.prefill([ids]), policy, new_tokens, stops=model.stops, sampling=sampling, seed=seed)
+    prompt = engine.prefill([ids], needs(per_layer(policy, model.config)))
+    session = engine.start(prompt, policy, new_tokens, stops=model.stops, sampling=sampling, seed=seed)
     first = time.perf_counter() - begin
     words, pieces = Words(model.tokenizer), []
 

@@ -75,8 +75,11 @@ def prefill(config: ModelConfig, params, tokens_BT, length_B, needs: frozenset =
 
 
 def seen(x):
-    """What a retention may need of the layer's input `[B, ..., hidden]`, with an axis for heads: see `kvlab.core.NEEDS`."""
-    return {"hidden": x[:, None]}
+    """What a retention may need of the layer's input `[B, ..., hidden]`, without a replay; with an axis for heads.
+
+    The names are those of `kvlab.core.NEEDS`.
+    """
+    return {"hidden": x[:, None], "importance": jnp.full((len(x), 1, *x.shape[1:-1]), jnp.inf)}
 
 
 def _last(x_BTD, length_B):

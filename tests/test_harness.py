@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,11 +15,17 @@ import pytest
 import tomli_w
 
 import kvlab
-from kvlab import cli
+from kvlab import cli, gates
+from kvlab.codec import Raw
+from kvlab.decode import Prefilled
 from kvlab.errors import ConfigError, KvlabError, RefusedPolicy, ResultsError
 from kvlab.experiment import compare, config, report
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
+from kvlab.layout import Contiguous
+from kvlab.policy import Policy
+from kvlab.retention import KeepAll, KVzip
+from kvlab.selection import ReadAll
 from tests import tools
 
 SMALL = {
@@ -161,6 +168,27 @@ def test_a_rule_of_ones_own_runs_by_import_path(on_tiny, tmp_path):
     frame = kvlab.run(small, out=tmp_path)
     assert frame["policy"].iloc[1] == "EveryThird size 64"
     assert frame["resident_bytes"].iloc[1] < frame["resident_bytes"].iloc[0]
+
+
+def test_prompts_are_recorded_with_what_the_policies_of_a_group_need(on_tiny, tmp_path):
+    """A gate beside a replay beside the full cache, from one prefill."""
+    path = str(tmp_path / "gate.safetensors")
+    gates.save(gates.make("importance", gates.ImportanceConfig(2, 2, 16, 48, 8)), path)
+    rules = [{"name": "gated", "gate": path, "ratio": 0.5}, {"name": "kvzip", "ratio": 0.5}]
+    policies = [{"label": "full"}, *({"label": rule["name"], "retention": rule} for rule in rules)]
+    small = {**SMALL, "grid": {"task": SMALL["grid"]["task"][:1], "policy": policies}}
+    frame = kvlab.run(small, out=tmp_path)
+    assert (frame["resident_bytes"].iloc[1:] < 0.7 * frame["resident_bytes"].iloc[0]).all()
+
+
+def test_a_replay_counts_in_the_time_of_those_who_asked_for_it():
+    prompt = Prefilled([[1]], (), None, seconds=1.0, replay_seconds=5.0)
+    first = {}
+    for rule in (KVzip(ratio=0.5), KeepAll()):
+        policies = [Policy(rule, Raw(), Contiguous(), ReadAll())]
+        session = SimpleNamespace(step_seconds=[(1.0, 1)], fill_seconds=0.5, policies=policies)
+        first[type(rule).__name__] = runner.timing(session, prompt, 1)["time_to_first_token"]
+    assert first == {"KVzip": 6.5, "KeepAll": 1.5}
 
 
 def test_layers_may_have_policies_of_their_own(on_tiny, tmp_path):

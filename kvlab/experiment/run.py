@@ -18,6 +18,7 @@ import numpy as np
 
 import kvlab
 from kvlab import memory
+from kvlab.core import REPLAYED
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import config, reads, report, store
@@ -171,13 +172,14 @@ def snapshot(session: Session, batch: Batch) -> tuple[np.ndarray, dict[str, Any]
 def timing(session: Session, prompt: Prefilled, rows: int) -> dict[str, Any]:
     """Times of one batch. The first step is left out of the rates: it may have compiled."""
     first, *rest = [seconds / max(n, 1) for seconds, n in session.step_seconds]
+    prefill = prompt.seconds + (prompt.replay_seconds if needs(session.policies) & REPLAYED else 0.0)
     return {
         "rows": rows,
-        "prefill_seconds": prompt.seconds,
+        "prefill_seconds": prefill,
         "fill_seconds": session.fill_seconds,
         "first_step_seconds": first,
         "step_seconds": rest or [first],
-        "time_to_first_token": prompt.seconds + session.fill_seconds,
+        "time_to_first_token": prefill + session.fill_seconds,
     }
 
 

@@ -1,4 +1,4 @@
-"""What every learned module of a selection has: a configuration, parameters of a type of their own, a view per layer."""
+"""What every learned module has: a configuration, parameters of a type of their own, a view per layer."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ class GateParam(nnx.Param):
 
 @dataclasses.dataclass(frozen=True)
 class GateConfig:
-    """Shape of a gate.
+    """Shape of a gate that scores keys for a query.
 
     Attributes:
       layers, kv_heads, head_dim: the model's.
@@ -55,11 +55,13 @@ class Gate(nnx.Module):
 
     Attributes:
       kind: the name in config files and in saved gates.
+      Config: the class of its configuration, which names at least the model's layers, kv_heads and head_dim.
     """
 
     kind = ""
+    Config: Any = GateConfig
 
-    def __init__(self, config: GateConfig, seed: int = 0):
+    def __init__(self, config: Any, seed: int = 0):
         self.config = config
 
     @property
@@ -76,13 +78,18 @@ class Gate(nnx.Module):
 
     def at(self, number: int, model) -> Any:
         """The same for a layer of a model (`ModelConfig`). Errors: ConfigError for a model of another shape."""
+        self.check(model)
+        c = self.config
+        return self.layer(number, model.rope(number).frequencies(c.head_dim) if c.inputs == "pre" else None)
+
+    def check(self, model) -> None:
+        """Raises ConfigError for a model of another shape."""
         c = self.config
         if (c.layers, c.kv_heads, c.head_dim) != (model.layers, model.kv_heads, model.head_dim):
             raise ConfigError(
                 f"gate for {c.layers} layers, {c.kv_heads} KV heads of {c.head_dim}; the model has {model.layers}, "
                 f"{model.kv_heads} of {model.head_dim}; use a gate trained for it"
             )
-        return self.layer(number, model.rope(number).frequencies(c.head_dim) if c.inputs == "pre" else None)
 
     def counts(self) -> dict[str, int]:
         """Parameters by name."""

@@ -4,26 +4,36 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from kvlab.errors import ConfigError, nearest
-from kvlab.gates.base import Gate, GateConfig, GateParam
+from kvlab.gates.base import Gate, GateParam
+from kvlab.gates.importance import ImportanceGate
 from kvlab.gates.lightning import LightningIndexer
 from kvlab.gates.spatial import SpatialGate
 
-GATES: dict[str, type[Gate]] = {"spatial": SpatialGate, "lightning": LightningIndexer}
+GATES: dict[str, type[Gate]] = {"spatial": SpatialGate, "lightning": LightningIndexer, "importance": ImportanceGate}
+G = TypeVar("G", bound=Gate)
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-def make(kind: str, config: GateConfig, seed: int = 0) -> Gate:
-    """An untrained gate. Errors: ConfigError."""
-    if kind not in GATES:
-        raise ConfigError(f"gate: no {kind!r}; {nearest(kind, GATES)}")
-    return GATES[kind](config, seed)
+def kind_of(name: str) -> type[Gate]:
+    """The class of a kind of gate. Errors: ConfigError."""
+    if name not in GATES:
+        raise ConfigError(f"gate: no {name!r}; {nearest(name, GATES)}")
+    return GATES[name]
+
+
+def make(kind: str, config: Any, seed: int = 0) -> Gate:
+    """An untrained gate. Errors: ConfigError, also for a configuration of another kind."""
+    cls = kind_of(kind)
+    if not isinstance(config, cls.Config):
+        raise ConfigError(f"gate: {kind} takes a {cls.Config.__name__}, not a {type(config).__name__}")
+    return cls(config, seed)
 
 
 def save(gate: Gate, path: str | Path, origin: dict[str, Any] | None = None) -> None:
@@ -64,7 +74,8 @@ def _load(path: str, changed: int) -> Gate:
             arrays = {key: jnp.asarray(file.get_tensor(key)) for key in file.keys()}
     except (SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"gate={path!r} is no gate that kvlab saved ({error}); train one with kvlab train") from error
-    gate = make(about.pop("kind"), GateConfig(**about))
+    kind = about.pop("kind")
+    gate = make(kind, kind_of(kind).Config(**about))
     wanted = {name: x.shape for name, x in nnx.to_pure_dict(nnx.state(gate, GateParam)).items()}
     if wanted != {name: x.shape for name, x in arrays.items()}:
         raise ConfigError(f"gate={path!r}: its arrays do not have the shapes of its configuration; train it again")
@@ -80,7 +91,7 @@ def origin(name: str) -> dict[str, Any]:
         return json.loads((file.metadata() or {}).get("origin", "{}"))
 
 
-def with_values(gate: Gate, values: dict[str, Any]) -> Gate:
+def with_values(gate: G, values: dict[str, Any]) -> G:
     """The gate itself with other parameters, which are named as in `Gate.counts`."""
     state = nnx.state(gate, GateParam)
     nnx.replace_by_pure_dict(state, values)

@@ -14,7 +14,7 @@ from fractions import Fraction
 import jax
 
 from kvlab.core import PAGE, Cache
-from kvlab.decode import budgets
+from kvlab.decode import budgets, needs
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.memory import page_bytes, resident
 from kvlab.models.config import ModelConfig
@@ -185,7 +185,7 @@ def _figures(dims: Dims, policies: Sequence[Policy], batch: int, length: int, ne
 
 def _caches(dims: Dims, policies, batch: int, length: int, new_tokens: int) -> list[tuple[int, Cache]]:
     """Budget and shapes of each layer's cache, as `Engine.start` fills it; layers that share a policy are traced once."""
-    record = workspace.record(batch, dims.kv_heads, dims.head_dim, length)
+    record = workspace.record(dims, needs(policies), batch, length)
     made: dict[int, tuple[int, Cache]] = {}
     for policy, budget in zip(policies, budgets(policies, length, new_tokens)):
         if id(policy) not in made:

@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 from kvlab import loop, memory
-from kvlab.core import BLOCK, PAGE, Cache, Record
+from kvlab.core import BLOCK, PAGE, REPLAYED, Cache, Record
+from kvlab.decode import needs
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import ROWS, skeleton
 from kvlab.policy import Policy
@@ -43,11 +44,14 @@ class Workspace:
         return self.records + max(self.prefill, self.decode)
 
 
-def record(batch: int, kv_heads: int, head_dim: int, length: int) -> Record:
-    """The shapes of one layer's record of a prompt, which is padded to its bucket."""
+def record(dims, needs: set[str], batch: int, length: int) -> Record:
+    """The shapes of one layer's record of a prompt, which is padded to its bucket, with what policies need."""
     tokens = bucket(length)
-    vector = jax.ShapeDtypeStruct((batch, kv_heads, tokens, head_dim), "float32")
-    return Record(vector, vector, jax.ShapeDtypeStruct((batch, tokens), "int32"))
+    vector = jax.ShapeDtypeStruct((batch, dims.kv_heads, tokens, dims.head_dim), "float32")
+    hidden = dims.config.hidden if dims.config else 1
+    widths = {"hidden": (1, tokens, hidden), "importance": (dims.kv_heads, tokens)}
+    seen = {name: jax.ShapeDtypeStruct((batch, *widths[name]), "float32") for name in sorted(needs)}
+    return Record(vector, vector, jax.ShapeDtypeStruct((batch, tokens), "int32"), seen)
 
 
 def weights(config: ModelConfig) -> dict:
@@ -60,6 +64,8 @@ def estimate(dims, policies: Sequence[Policy], budgets: Sequence[int], batch: in
     tokens = bucket(length)
     kept = 4 * dims.layers * batch * tokens * (2 * dims.kv_heads * dims.head_dim + 1)
     how = f"{dims.layers} layers × {batch} rows × {tokens:,} tokens × (2 × {dims.kv_heads} × {dims.head_dim} + 1) × 4 B"
+    if extra := dims.layers * memory.resident(record(dims, needs(policies), batch, length).seen):
+        kept, how = kept + extra, f"{how} + {', '.join(sorted(needs(policies)))} {extra:,} B"
     if dims.config is None:
         unknown = "unknown without hidden, ffn, vocab and heads"
         return Workspace(kept, 0, 0, "estimate", {"records": how, "prefill": unknown, "decode": unknown})
@@ -103,7 +109,7 @@ def exact(config: ModelConfig, policies: Sequence[Policy], caches: Sequence[Cach
     shape: Any = jax.ShapeDtypeStruct
     ints, params = shape((batch,), "int32"), weights(config)
     tokens = shape((batch, bucket(length)), "int32")
-    first = memory.compiled(loop.prefill.lower(config, params, tokens, ints).compile())
+    first = memory.compiled(loop.prefill.lower(config, params, tokens, ints, frozenset(needs(policies)) - REPLAYED).compile())
     state = loop.State(tuple(caches), ints, ints, ints, shape((batch,), "bool"))
     forced, stops = shape((batch, PAGE), "int32"), shape((1,), "int32")
     lowered = loop.decode.lower(config, params, tuple(policies), state, None, forced, stops, n=1, watch=frozenset())

@@ -35,7 +35,7 @@ SMALL = {
     "save": 2,
     "gate": {"rank": 8},
     "selection": {"sparsity": 0.75, "sinks": 1, "recent": 2},
-    "data": {"task": {"name": "mqar", "length": 120, "pairs": 8, "queries": 4}, "contexts": 5, "queries": 12},
+    "data": {"tasks": [{"name": "mqar", "length": 120, "pairs": 8, "queries": 4}], "contexts": 5, "queries": 12},
     "stages": [
         {"loss": "kl", "steps": 4, "contexts": 2, "warmup": 1},
         {"loss": "straight_through", "steps": 3, "warmup": 1, "anneal": 2},
@@ -96,8 +96,7 @@ def test_questions_come_first_and_answers_count(tmp_path):
     made = record.context(data, model.tokenizer, 0)
     counted = made.pos[made.weight > 0]
     assert len(counted) == 4 and (counted >= 120).all()
-    task = data.task | {"name": "mqar"}
-    batch = config.parts.build(task, config.TASKS, "task").batch(0, data.seed, model.tokenizer)
+    batch = config.parts.build(data.tasks[0], config.TASKS, "task").batch(0, data.seed, model.tokenizer)
     assert model.tokenizer.strings(made.tokens[counted]) == [model.tokenizer.decode(f) for f in batch.forced]
     assert model.tokenizer.strings(made.tokens[counted + 1]) == batch.targets
 
@@ -341,7 +340,7 @@ def test_a_grid_trains_a_gate_for_every_combination(tmp_path):
         ({"gate": {"kind": "spatil"}}, "kind='spatil'; allowed: spatial, lightning"),
         ({"gate": {"rnk": 4}}, "spatial has no option 'rnk'"),
         ({"gate": {"rank": 65}}, "rank: 1 … 64"),
-        ({"data": {"contexts": 3}}, "give texts = .* or task"),
+        ({"data": {"contexts": 3}}, "no source; write texts = "),
         ({"data": SMALL["data"] | {"querys": 2}}, "unknown key 'querys'"),
         ({"data": SMALL["data"] | {"queries": 500}}, "positions for queries=500"),
         ({"validate": {"contexts": 5}}, "validate.contexts = 5 of data.contexts = 5"),

@@ -26,6 +26,7 @@ class Needle(Task):
       depth: where the needles lie, 0 … 1; None spreads them evenly.
       known: the question is part of the prompt, so a policy may compress with it in sight.
       new_tokens: tokens that an answer may take.
+      fact: how a needle reads up to its number, with {name} in it; the question is the same.
       text: see `kvlab.tasks.text`.
     """
 
@@ -36,10 +37,13 @@ class Needle(Task):
     known: bool = False
     new_tokens: int = 8
     text: str = "licences"
+    fact: str = "The magic number for {name} is"
 
     def __post_init__(self):
         if not 1 <= self.needles <= len(CITIES):
             raise ConfigError(f"needle: needles={self.needles}; allowed: 1 … {len(CITIES)}")
+        if self.fact.count("{name}") != 1:
+            raise ConfigError(f'needle: fact={self.fact!r}; it names {{name}} once, such as "The magic number for {{name}} is"')
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ConfigError(f"needle: depth={self.depth}; allowed: 0 … 1, or leave it out to spread them")
         if self.length < 40 * (self.needles + 1):
@@ -53,8 +57,8 @@ class Needle(Task):
         rng = generator(seed, index)
         cities = [CITIES[i] for i in rng.choice(len(CITIES), self.needles, replace=False)]
         numbers = [str(n) for n in rng.integers(10_000, 100_000, self.needles)]
-        needles = [tokenizer.encode(f" The magic number for {c} is {n}. ") for c, n in zip(cities, numbers)]
-        questions = [tokenizer.encode(f"\n\nThe magic number for {c} is") for c in cities]
+        needles = [tokenizer.encode(f" {self.fact.format(name=c)} {n}. ") for c, n in zip(cities, numbers)]
+        questions = [tokenizer.encode(f"\n\n{self.fact.format(name=c)}") for c in cities]
         begin = list(tokenizer.begin)
         room = self.length - len(begin) - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
         hay = source.token_stream(self.text, tokenizer, rng, room)[:room]

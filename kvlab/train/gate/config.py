@@ -35,17 +35,18 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the base's queries and keys are recorded from.
 
     Attributes:
-      texts: sources of `kvlab.tasks.text`, taken in turn; or
-      task: a table of a task; a context is then its prompt with all questions and answers after it.
-      length: tokens of a context (of its prompt, with a task); contexts: how many, held-out ones included.
-      queries: positions per context whose queries are recorded: of questions and answers, then of the second half.
+      texts, tasks: sources of `kvlab.tasks.text` and tables of tasks, taken in turn. A text gives `length` tokens; a task
+        its prompt with all questions and answers after it.
+      contexts: how many, held-out ones included.
+      queries: positions per context whose queries are recorded: any of a text's second half; answers, then questions, then
+        the prompt's second half.
       layers: which; all without a local window by default.
       dtype: of what is stored.
     """
 
     contexts: int
     texts: tuple[str, ...] = ()
-    task: dict[str, Any] = {}
+    tasks: tuple[dict[str, Any], ...] = ()
     length: int = 1024
     queries: int = 128
     layers: tuple[int, ...] = ()
@@ -53,8 +54,8 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
     def __post_init__(self):
-        if bool(self.texts) == bool(self.task):
-            raise ConfigError('data: give texts = ["docstrings"] or task = { name = "mqar" }, one of the two')
+        if not self.texts and not self.tasks:
+            raise ConfigError('data: no source; write texts = ["docstrings"], or tasks = [{ name = "mqar" }], or both')
         if min(self.contexts, self.length, self.queries) < 1:
             raise ConfigError(f"data: contexts, length and queries must be 1 or more; given {self}")
 

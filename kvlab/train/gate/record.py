@@ -50,18 +50,18 @@ class Batch(NamedTuple):
 def context(data: Data, tokenizer, index: int) -> Context:
     """The index-th context, a pure function of the data's table. Errors: ConfigError for one that is too short."""
     rng = np.random.default_rng([data.seed, index])
-    if data.task:
-        return _from_task(data, tokenizer, index, rng)
-    source = data.texts[index % len(data.texts)]
+    source = (*data.texts, *data.tasks)[index % (len(data.texts) + len(data.tasks))]
+    if isinstance(source, dict):
+        return _from_task(data, source, tokenizer, index, rng)
     begin = list(tokenizer.begin)
     ids = (begin + text_source.token_stream(source, tokenizer, rng, data.length))[: data.length]
     half = np.arange(len(ids) // 2, len(ids) - 1)
     return Context(np.array(ids), *_queries(data, rng, half, np.ones(len(ids))))
 
 
-def _from_task(data: Data, tokenizer, index: int, rng) -> Context:
+def _from_task(data: Data, table: dict[str, Any], tokenizer, index: int, rng) -> Context:
     """The prompt of a task's batch, with every question and its answer after it."""
-    batch = parts.build(data.task, TASKS, "data.task").batch(index, data.seed, tokenizer)
+    batch = parts.build(table, TASKS, "data.tasks").batch(index, data.seed, tokenizer)
     ids, counts = list(batch.prompts[0]), [0.0] * len(batch.prompts[0])
     begin = len(ids) - 1
     for row, question, target in zip(batch.rows, batch.forced, batch.targets):

@@ -122,15 +122,14 @@ def test_what_does_not_fit_on_the_disk_is_refused_beforehand(tmp_path, monkeypat
 
 LOSSES = {
     "kl": Stage(1, "kl"),
-    "straight_through": Stage(1, "straight_through"),
-    "soft": Stage(1, "soft"),
-    "lm alone": Stage(1, "straight_through", distil=0, kl=0),
-    "joint, lm alone": Stage(1, "straight_through", distil=0, kl=0, joint=True, detach=False),
+    "soft": Stage(1, "soft", distil=0, kl=0),
+    "straight-through": Stage(1, "straight_through", distil=0, kl=0),  # through the next token's likelihood alone
+    "joint": Stage(1, "straight_through", distil=0, kl=0, joint=True, detach=False),
 }
+CASES = [(name, "spatial") for name in LOSSES] + [("kl", "lightning"), ("straight-through", "lightning")]
 
 
-@pytest.mark.parametrize("kind", ["spatial", "lightning"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name, kind", CASES, ids=" ".join)
 def test_every_leaf_of_every_layer_has_a_gradient(tiny, name, kind):
     """CASES 21: a hard choice has none of its own."""
     stage, (gate, made) = LOSSES[name], trainer(tiny, kind)
@@ -138,7 +137,7 @@ def test_every_leaf_of_every_layer_has_a_gradient(tiny, name, kind):
     loss = made.kl_loss if stage.loss == "kl" else made.model_loss
     given = recorded(tiny, data) if stage.loss == "kl" else data
     trained = {"gate": values(gate), **({"base": tiny.params} if stage.joint else {})}
-    grad = jax.grad(lambda t: loss(t, tiny.params, given, stage, 0.75)[0])(trained)
+    grad = jax.jit(jax.grad(lambda t: loss(t, tiny.params, given, stage, 0.75)[0]))(trained)
     for leaf, x in grad["gate"].items():
         rows = x if leaf in ("scale", "heat", "weight") or kind == "lightning" else x[None]
         assert np.isfinite(x).all() and all(np.abs(row).max() > 0 for row in rows), leaf
@@ -182,18 +181,25 @@ def test_training_and_decoding_pick_the_same_tokens(tiny, name):
     data = sequences(T=192, Q=8)
     data = data._replace(pos=np.array([[0, 5, 63, 64, 100, 127, 128, 190]]))
     query, key = (x.astype(jnp.float32) for x in recorded(tiny, data)[:2])
+
+    @jax.jit
+    def trained(selection, query, key):
+        score, ok = picking.scores(selection, query, key, data.pos)
+        return picking.hard(selection, score, ok, selection.sparsity)[0]
+
+    @jax.jit
+    def decoded(selection, query, key, pos):
+        cache = Policy(KeepAll(), Raw(), Contiguous(), selection).fill(Record(key, key, pos), 192)
+        return selection.select(cache.index, query, cache.pos >= 0, cache, Around(None, None)).index[0]
+
     for number in range(tiny.config.layers):
         spec = tiny.config.attention(number)
         selection = dataclasses.replace(made.selection, layer=gate.at(number, tiny.config))
-        score, ok = picking.scores(selection, query[:, number] * spec.scale, key[:, number], data.pos)
-        picked = np.asarray(picking.hard(selection, score, ok, selection.sparsity))[0]
-        policy = Policy(KeepAll(), Raw(), Contiguous(), selection)
+        scaled = query[:, number] * spec.scale
+        picked = np.asarray(trained(selection, scaled, key[:, number]))
         for i, now in enumerate(data.pos[0]):
             pos = jnp.where(jnp.arange(192) <= now, jnp.arange(192), EMPTY)[None]
-            cache = policy.fill(Record(key[:, number], key[:, number], pos), 192)
-            found = selection.select(cache.index, query[:, number, i] * spec.scale, cache.pos >= 0, cache, Around(None, None))
-            for head in range(2):
-                index = np.asarray(found.index[0, head])
+            for head, index in enumerate(np.asarray(decoded(selection, scaled[:, i], key[:, number], pos))):
                 assert index[index >= 0].tolist() == np.flatnonzero(picked[head, i]).tolist()
 
 
@@ -202,20 +208,20 @@ def test_reading_everything_is_the_model(tiny, pool):
     """Sparsity 0, by hard choice and through the estimator, gives the dense model's logits."""
     c, data = tiny.config, sequences()
     gate = gates.make("spatial", gates.GateConfig(c.layers, c.kv_heads, c.head_dim, rank=8, pool=pool))
-    dense, _ = student.run(c, tiny.params, None, None, student.Reading("hard", 0.0), data.tokens, data.pos)
+    run = lambda gate, selection, how: jax.jit(lambda t: student.run(c, tiny.params, gate, selection, how, t, data.pos))(
+        data.tokens
+    )
+    dense, _ = run(None, None, student.Reading("hard", 0.0))
     for mode in ("hard", "straight_through"):
-        how = student.Reading(mode, jnp.float32(0))
-        logits, seen = student.run(c, tiny.params, gate, HySparse(sparsity=0.0), how, data.tokens, data.pos)
+        logits, seen = run(gate, HySparse(sparsity=0.0), student.Reading(mode, 0.0))
         np.testing.assert_allclose(logits, dense, atol=1e-5)
         assert seen.recall == pytest.approx(1, abs=1e-5) and seen.share == 1
 
 
 def test_the_student_reads_as_the_decode_loop_does(tiny, tmp_path):
     """Logits of the hard student equal those decoded with the gate from a cache of the prompt."""
-    gate, made = trainer(tiny, dtype="float32")
-    gates.save(gate, tmp_path / "g.safetensors")
     data = sequences(T=192)
-    how = student.Reading("hard", jnp.float32(0.75))
+    how = student.Reading("hard", 0.75)
     at = np.arange(128, 140)[None]
     prompt, more = data.tokens[0, :128].tolist(), data.tokens[0, 128:140].tolist()
     # a prompt is prefilled densely, so the student reads densely there: only the last layer's choice can be compared
@@ -225,7 +231,7 @@ def test_the_student_reads_as_the_decode_loop_does(tiny, tmp_path):
     lone = gates.make("spatial", gates.GateConfig(1, last.kv_heads, last.head_dim, rank=8))
     gates.save(lone, tmp_path / "one.safetensors")
     selection = HySparse(gate=str(tmp_path / "one.safetensors"), sparsity=0.75, sinks=1, recent=2, dtype="float32")
-    wanted, _ = student.run(last, params, lone, selection, how, data.tokens, at)
+    wanted, _ = jax.jit(lambda t: student.run(last, params, lone, selection, how, t, at))(data.tokens)
     session = Engine(one).start(
         Engine(one).prefill([prompt]), Policy(KeepAll(), Raw(), Contiguous(), selection), 12, None, [more]
     )
@@ -261,7 +267,7 @@ def test_divergence_is_zero_only_at_the_teacher(rng):
 def test_no_choice_covers_more_than_the_best_tokens(tiny):
     gate, made = trainer(tiny, sinks=0, recent=1)
     data = recorded(tiny, sequences(Q=24))
-    got = made.recorded(values(gate), data, 0.75)[1]
+    got = jax.jit(made.recorded)(values(gate), data, 0.75)[1]
     best = []
     for layer in range(2):
         ok = jnp.arange(128) <= data.pos[:, None, :, None]

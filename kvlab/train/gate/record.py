@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 def context(data: Data, tokenizer, index: int) -> Context:
     """The index-th context, a pure function of the data's table. Errors: ConfigError for one that is too short."""
     rng = np.random.default_rng([data.seed, index])
-    source = (*data.texts, *data.tasks)[index % (len(data.texts) + len(data.tasks))]
+    source: Any = (*data.texts, *data.tasks)[index % (len(data.texts) + len(data.tasks))]
     if isinstance(source, dict):
         return _from_task(data, source, tokenizer, index, rng)
     begin = list(tokenizer.begin)

@@ -317,7 +317,9 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_losses(tmp_path, monkeypatch,
         loop.train(SMALL, out=tmp_path / "cut")
     monkeypatch.undo()
     loop.train(SMALL, out=tmp_path / "cut")
-    lines = [[json.loads(x) for x in (tmp_path / d / "train/small/metrics.jsonl").open()] for d in ("whole", "cut")]
+    lines = [
+        [json.loads(x) for x in (tmp_path / d / "train/small/metrics.jsonl").read_text().splitlines()] for d in ("whole", "cut")
+    ]
     for whole, cut in zip(*lines, strict=True):
         assert {k: v for k, v in whole.items() if k != "seconds"} == pytest.approx(
             {k: v for k, v in cut.items() if k != "seconds"}, abs=1e-6

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -104,9 +105,9 @@ class Fit:
     def run(self) -> State:
         """The steps that are left, from the newest checkpoint on."""
         values = nnx.to_pure_dict(nnx.state(self.gate, GateParam))
-        trained = {"gate": _plain(values), **({"base": self.model.params} if self.training.joint else {})}
-        copy = jax.tree.map(np.array, trained)
-        self.state = State(trained, step.rule(self.training.stages[0]).init(trained), copy, np.float32(-1), np.int32(0))
+        trained = {"gate": _plain(values), **({"base": _copied(self.model.params)} if self.training.joint else {})}
+        copy = jax.tree.map(np.array, trained)  # steps donate their state, so nothing of it may be shared
+        self.state = State(trained, step.rule(self.training.stages[0]).init(trained), copy, jnp.float32(-1), jnp.int32(0))
         begin = 0
         with report.progress() as self.bar:
             self.task = self.bar.add_task(self.name, total=self.training.steps)
@@ -133,7 +134,7 @@ class Fit:
         stage, target = self.training.stages[number], self.trainer.selection.sparsity
         rule = step.rule(stage)
         if not done:
-            self.state = self.state._replace(optimiser=rule.init(self.state.trained), since=np.int32(0))
+            self.state = self.state._replace(optimiser=rule.init(self.state.trained), since=jnp.int32(0))
         advance = self.trainer.compiled(stage, rule)
         before = time.perf_counter()
         for i in range(done + 1, stage.steps + 1):
@@ -153,7 +154,7 @@ class Fit:
             if stop:
                 break
         # the next stage goes on from the best, not from the last
-        self.state = self.state._replace(trained=jax.tree.map(jax.numpy.array, self.state.best))
+        self.state = self.state._replace(trained=_copied(self.state.best))
 
     def _data(self, stage, now: int):
         rng = np.random.default_rng([self.training.seed, now])
@@ -173,12 +174,12 @@ class Fit:
             else:
                 found.append(self._judge(self.state.trained, self.model.params, self.records.batch([index])))
         mean = {f"held_out_{name}": float(np.mean([f[name] for f in found])) for name in found[0]}
-        score = np.float32(mean[f"held_out_{metric}"])
+        score = jnp.float32(mean[f"held_out_{metric}"])
         if score > self.state.score:
             best = jax.tree.map(np.array, self.state.trained)
-            self.state = self.state._replace(best=best, score=score, since=np.int32(0))
+            self.state = self.state._replace(best=best, score=score, since=jnp.int32(0))
         else:
-            self.state = self.state._replace(since=np.int32(self.state.since + 1))
+            self.state = self.state._replace(since=self.state.since + 1)
         return mean
 
     def _recall_of(self, index: int) -> dict[str, Any]:
@@ -195,5 +196,9 @@ def make(training: GateTraining, model: Model) -> gates.Gate:
     return gates.make(training.kind, gates.GateConfig(**shape | options), training.seed)
 
 
+def _copied(values):
+    return jax.tree.map(jnp.array, values)
+
+
 def _plain(values) -> dict[str, Any]:
-    return {name: jax.numpy.asarray(value) for name, value in values.items()}
+    return {name: jnp.asarray(value) for name, value in values.items()}

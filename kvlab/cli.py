@@ -89,14 +89,17 @@ def train(
 ) -> None:
     """Train a model or a gate: steps, resumable from the last checkpoint, then an export and held-out figures."""
     from kvlab.parts import read_toml
+    from kvlab.train import evict
     from kvlab.train.gate import config, loop
     from kvlab.train.loop import train as train_
 
+    tables = read_toml(file)
     with _resumable():
-        if not config.is_gate(read_toml(file)):
+        if evict.is_eviction(tables) or not config.is_gate(tables):
             if record:
-                raise ConfigError(f"--record: {file} trains a model; it is for files with [gate] and [data]")
-            summary = train_(file, set_, smoke, out, accept_stale, fresh)
+                raise ConfigError(f"--record: {file} trains no read gate; it is for files with [gate] and [data]")
+            how = evict.train if evict.is_eviction(tables) else train_
+            summary = how(file, set_, smoke, out, accept_stale, fresh)
         elif record:
             summary = {"records": [str(folder) for folder in loop.record(file, set_, smoke, out)]}
         else:

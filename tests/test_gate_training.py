@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from flax import nnx
 
-from kvlab import gates, models
+from kvlab import gates, models, parts
 from kvlab.attention import AttentionSpec
 from kvlab.codec import Raw
 from kvlab.core import EMPTY, Around, Record
@@ -21,12 +24,14 @@ from kvlab.layout import Contiguous
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from kvlab.selection import HySparse, Lightning
+from kvlab.tasks import Mqar
 from kvlab.train.gate import config, loop, picking, record, step, student
 from kvlab.train.gate.config import Stage
 from kvlab.train.gate.record import Batch
 from kvlab.train.gate.step import Recorded, Trainer
 from kvlab.train.store import Folder
 
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 SMALL = {
     "name": "small",
     "question": "does it train?",
@@ -363,3 +368,35 @@ def test_a_grid_trains_a_gate_for_every_combination(tmp_path):
 def test_wrong_files_say_what_is_allowed(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         loop.train(small(**changes), out=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- gates that ship
+
+
+SHIPPED = {"tiny-recall": "train_gate_tiny_recall.toml", "smollm2-135m": "train_gate_smollm2.toml"}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_gate_that_ships_has_its_file_its_log_and_few_parameters(name):
+    """What is shipped beside the weights is what the experiment's file says today."""
+    gate, folder = gates.load(name), gates.find(name).parent
+    training = config.read(EXPERIMENTS / SHIPPED[name])[1][""]
+    assert tomllib.loads((folder / f"{name}.toml").read_text()) == msgspec.json.decode(msgspec.json.encode(training))
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == training.steps and sum(gate.counts().values()) < 5_000
+    assert gates.store.origin(name)["model"] == training.model == name
+
+
+def test_the_gate_of_tiny_recall_answers_from_a_tenth():
+    """Hard selection in the decode loop: at least 0.95 of the full cache's accuracy at sparsity 0.9 and L = 1,024."""
+    model = models.load("tiny-recall")
+    task, engine = Mqar(1024, 2, 64, 64), Engine(model)
+    policy = parts.policy({"selection": {"name": "hysparse", "gate": "tiny-recall", "sparsity": 0.9, "sinks": 0, "recent": 1}})
+    right = []
+    for index in range(2):
+        batch = task.batch(index, 5, model.tokenizer)
+        session = engine.start(engine.prefill(batch.prompts), policy, batch.new_tokens, batch.rows, batch.forced)
+        reads = session.run(batch.new_tokens, ["reads"]).reads
+        assert np.asarray(reads).max() <= 103
+        right += [model.tokenizer.decode(a) == t for a, t in zip(session.answers(), batch.targets)]
+    assert np.mean(right) >= 0.95

@@ -23,7 +23,7 @@ from kvlab.policy import Policy
 from kvlab.retention import Gated, KeepAll, KVzip, Protect
 from kvlab.selection import ReadAll
 from kvlab.tasks.mqar import Mqar, sample
-from kvlab.train import importance, targets
+from kvlab.train import evict, importance, targets
 from tests import tools
 
 SHAPE = ImportanceConfig(layers=2, kv_heads=2, head_dim=16, hidden=48, width=8)
@@ -481,3 +481,45 @@ def test_padding_and_other_rows_change_nothing(tiny, saved, rng):
     for a, b in zip(both, alone):
         for h in range(2):
             assert kept(a.pos[0, h]) == kept(b.pos[0, h]) and EMPTY not in kept(a.pos[0, h])
+
+
+# ------------------------------------------------------------------------------------------------------------ a file's run
+
+
+EVICTION = {
+    "name": "small",
+    "question": "what will be needed?",
+    "model": "tiny-recall",
+    "teacher": "following",
+    "held_out": 1,
+    "importance": {"width": 4, "epochs": 2, "rows": 64},
+    "data": {"tasks": [{"name": "mqar", "length": 128, "pairs": 8, "queries": 4}], "contexts": 3},
+}
+
+
+def test_a_file_gives_a_gate_that_evicts(tmp_path):
+    summary = evict.train(EVICTION, out=tmp_path)
+    assert summary["total"] == sum(gates.load(summary["gate"]).counts().values()) and 0 < summary["overlap"] <= 1
+    shards = {f: f.stat().st_mtime_ns for f in (tmp_path / "records/importance").iterdir()}
+    assert len(shards) == 3 and evict.train(EVICTION, out=tmp_path) == summary
+    evict.train({**EVICTION, "name": "other", "importance": {"width": 0, "epochs": 1, "rows": 64}}, out=tmp_path)
+    assert {f: f.stat().st_mtime_ns for f in shards} == shards, "recorded once"
+    policy = parts.policy({"retention": {"name": "gated", "gate": summary["gate"], "ratio": 0.5}})
+    engine = Engine(load("tiny-recall"))
+    prompt = engine.prefill([list(range(128))], policy.retention.needs)
+    session = engine.start(prompt, policy, 8)
+    assert all(int((cache.pos >= 0).sum(-1).sum(-1).max()) == 64 for cache in session.state.caches)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"held_out": 3}, "held_out = 3 of data.contexts = 3"),
+        ({"importance": {"widht": 4}}, "no option 'widht'"),
+        ({"teacher": "oracle"}, "teacher"),
+        ({"data": {"contexts": 3}}, "no source"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        evict.train({**EVICTION, **changes}, out=tmp_path)

@@ -47,14 +47,30 @@ class Batch(NamedTuple):
     weight: Any
 
 
+def source(data: Data, index: int) -> Any:
+    """What the index-th context is made of: a text's name or a task's table."""
+    return (*data.texts, *data.tasks)[index % (len(data.texts) + len(data.tasks))]
+
+
+def prompt(data: Data, tokenizer, index: int) -> list[int]:
+    """The index-th context without questions."""
+    made = source(data, index)
+    if isinstance(made, dict):
+        return list(parts.build(made, TASKS, "data.tasks").batch(index, data.seed, tokenizer).prompts[0])
+    return _text(data, made, tokenizer, np.random.default_rng([data.seed, index]))
+
+
+def _text(data: Data, name: str, tokenizer, rng) -> list[int]:
+    return (list(tokenizer.begin) + text_source.token_stream(name, tokenizer, rng, data.length))[: data.length]
+
+
 def context(data: Data, tokenizer, index: int) -> Context:
     """The index-th context, a pure function of the data's table. Errors: ConfigError for one that is too short."""
     rng = np.random.default_rng([data.seed, index])
-    source: Any = (*data.texts, *data.tasks)[index % (len(data.texts) + len(data.tasks))]
-    if isinstance(source, dict):
-        return _from_task(data, source, tokenizer, index, rng)
-    begin = list(tokenizer.begin)
-    ids = (begin + text_source.token_stream(source, tokenizer, rng, data.length))[: data.length]
+    made = source(data, index)
+    if isinstance(made, dict):
+        return _from_task(data, made, tokenizer, index, rng)
+    ids = _text(data, made, tokenizer, rng)
     half = np.arange(len(ids) // 2, len(ids) - 1)
     return Context(np.array(ids), *_queries(data, rng, half, np.ones(len(ids))))
 

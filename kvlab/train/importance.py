@@ -71,7 +71,7 @@ class Shards(Sequence):
     def __getitem__(self, index):
         from safetensors.numpy import load_file
 
-        return load_file(self.paths[index])
+        return Shards(self.paths[index]) if isinstance(index, slice) else load_file(self.paths[index])
 
 
 def recorded(

@@ -288,15 +288,17 @@ def test_no_choice_covers_more_than_the_best_tokens(tiny):
 def test_a_file_gives_a_gate_that_decodes(tmp_path):
     (summary,) = loop.train(SMALL, out=tmp_path)
     assert summary["steps"] == 7 and summary["total"] == 64 * 8 * 2 + 2 * 8 + 2 * 2
-    assert summary["evaluate"] == [{"task": "mqar", "items": 8, "full": 1.0, "gate": pytest.approx(0.5, abs=0.5)}]
+    (judged,) = summary["evaluate"]
+    assert judged["items"] == 8 and judged["full"] == 1 and judged["gate"] >= 0.75
     gate = gates.load(summary["gate"])
     untrained = loop.make(config.read(SMALL)[1][""], models.load("tiny-recall"))
     assert any(np.abs(a - b).max() > 0 for a, b in zip(values(gate).values(), values(untrained).values()))
     assert loop.train(SMALL, out=tmp_path) == [summary], "a finished training is only read"
 
 
-def test_the_base_is_untouched_unless_a_stage_is_joint(tmp_path):
-    model = models.load("tiny-recall")
+def test_the_base_is_untouched_unless_a_stage_is_joint(tmp_path, monkeypatch):
+    load, model = models.load, models.load("tiny-recall")
+    monkeypatch.setattr(models, "load", lambda name: model if name == model.name else load(name))  # the one that is trained on
     before = jax.tree.map(np.array, model.params)
     joint = small(name="joint", stages=[{"loss": "straight_through", "steps": 2, "warmup": 1, "joint": True}])
     plain, trained = loop.train(SMALL, out=tmp_path)[0], loop.train(joint, out=tmp_path)[0]
@@ -307,9 +309,21 @@ def test_the_base_is_untouched_unless_a_stage_is_joint(tmp_path):
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), model.params, before)))
 
 
-@pytest.mark.parametrize("stop", [2, 6], ids=["in the first stage", "in the second"])
-def test_a_run_that_is_stopped_goes_on_to_the_same_losses(tmp_path, monkeypatch, stop):
-    loop.train(SMALL, out=tmp_path / "whole")
+STOPS = {
+    "in the first stage": (2, {}),
+    "between the stages": (4, {}),
+    "in the second": (6, {}),
+    # nothing beats the first validation of a rate that grows nothing, so the first stage ends at its third step
+    "where a stage ended early": (3, {"validate": {"every": 1, "contexts": 1, "patience": 2}, "rate": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_is_stopped_goes_on_to_the_same_losses(tmp_path, monkeypatch, name):
+    stop, changes = STOPS[name]
+    first = SMALL["stages"][0] | ({"rate": changes["rate"]} if "rate" in changes else {})
+    table = small(stages=[first, SMALL["stages"][1]], validate=changes.get("validate", SMALL["validate"]))
+    loop.train(table, out=tmp_path / "whole")
     save = Folder.save
 
     def killed(self, now, state):
@@ -319,9 +333,9 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_losses(tmp_path, monkeypatch,
 
     monkeypatch.setattr(Folder, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        loop.train(SMALL, out=tmp_path / "cut")
+        loop.train(table, out=tmp_path / "cut")
     monkeypatch.undo()
-    loop.train(SMALL, out=tmp_path / "cut")
+    loop.train(table, out=tmp_path / "cut")
     lines = [
         [json.loads(x) for x in (tmp_path / d / "train/small/metrics.jsonl").read_text().splitlines()] for d in ("whole", "cut")
     ]

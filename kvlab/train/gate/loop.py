@@ -113,7 +113,7 @@ class Fit:
             self.task = self.bar.add_task(self.name, total=self.training.steps)
             done, self.state = self._restore()
             for number, stage in enumerate(self.training.stages):
-                if done < begin + stage.steps:
+                if done < begin + stage.steps and not (done > begin and self._stopped()):
                     self._stage(number, begin, max(done - begin, 0))
                 begin += stage.steps
                 self.bar.update(self.task, completed=begin)
@@ -133,8 +133,9 @@ class Fit:
     def _stage(self, number: int, begin: int, done: int) -> None:
         stage, target = self.training.stages[number], self.trainer.selection.sparsity
         rule = step.rule(stage)
-        if not done:
-            self.state = self.state._replace(optimiser=rule.init(self.state.trained), since=jnp.int32(0))
+        if not done:  # a stage goes on from the best so far, not from the last
+            trained = _copied(self.state.best)
+            self.state = self.state._replace(trained=trained, optimiser=rule.init(trained), since=jnp.int32(0))
         advance = self.trainer.compiled(stage, rule)
         before = time.perf_counter()
         for i in range(done + 1, stage.steps + 1):
@@ -147,14 +148,15 @@ class Fit:
                 self.folder.log({**line, "seconds": round(seconds, 3)})
                 text = f"{self.name} {number + 1}/{len(self.training.stages)} loss {line['loss']:.4f}"
                 self.bar.update(self.task, description=text)
-            stop = bool(self.training.validate.patience) and int(self.state.since) >= self.training.validate.patience
-            if now % self.training.save == 0 or last or stop:
+            if now % self.training.save == 0 or last or self._stopped():
                 self.folder.save(now, self.state)
             self.bar.update(self.task, completed=now)
-            if stop:
+            if self._stopped():
                 break
-        # the next stage goes on from the best, not from the last
-        self.state = self.state._replace(trained=_copied(self.state.best))
+
+    def _stopped(self) -> bool:
+        """Whether the stage has gone on without a better gate for as long as it may."""
+        return 0 < self.training.validate.patience <= int(self.state.since)
 
     def _data(self, stage, now: int):
         rng = np.random.default_rng([self.training.seed, now])

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from flax import nnx
 
 from kvlab import gates, models, parts
 from kvlab.attention import AttentionSpec
@@ -19,7 +18,6 @@ from kvlab.core import EMPTY, Around, Record
 from kvlab.decode import Engine
 from kvlab.errors import ConfigError, ResultsError
 from kvlab.gates import losses
-from kvlab.gates.base import GateParam
 from kvlab.layout import Contiguous
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
@@ -63,7 +61,7 @@ def trainer(model, kind="spatial", **options):
 
 
 def values(gate):
-    return {name: jnp.asarray(x) for name, x in nnx.to_pure_dict(nnx.state(gate, GateParam)).items()}
+    return {name: jnp.asarray(x) for name, x in gate.values().items()}
 
 
 def sequences(T=128, Q=16, B=1):

@@ -36,7 +36,7 @@ def policy(retention, codec=None) -> Policy:
 def random_gate(config=SHAPE, seed=0) -> ImportanceGate:
     """A gate whose every number matters."""
     gate, rng = ImportanceGate(config), np.random.default_rng(seed)
-    values = {k: jnp.asarray(rng.standard_normal(x.shape) * 0.3, jnp.float32) for k, x in importance.parameters(gate).items()}
+    values = {k: jnp.asarray(rng.standard_normal(x.shape) * 0.3, jnp.float32) for k, x in gate.values().items()}
     return with_values(gate, values)
 
 
@@ -49,7 +49,7 @@ def saved(tmp_path):
 
 def naive_gate(gate: ImportanceGate, layer: int, hidden_TE, key_HTD=None, value_HTD=None):
     """Log-importance `[H, T]`, in numpy, a token and a head at a time."""
-    p = {name: np.asarray(x[layer], np.float64) for name, x in importance.parameters(gate).items()}
+    p = {name: np.asarray(x[layer], np.float64) for name, x in gate.values().items()}
     rms = lambda x: x / np.sqrt(np.mean(x * x) + 1e-6)
     gelu = lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     out = np.zeros((gate.config.kv_heads, len(hidden_TE)))
@@ -389,7 +389,7 @@ def records(n, tokens=256, seed=0, vectors=False):
 def test_every_parameter_has_a_gradient(sizes):
     config = dataclasses.replace(SHAPE, **sizes)
     batch = records(1, 64, vectors=config.vectors)[0]
-    gradient = jax.grad(importance.loss)(importance.parameters(ImportanceGate(config)), config, batch)
+    gradient = jax.grad(importance.loss)(ImportanceGate(config).values(), config, batch)
     assert set(gradient) == set(ImportanceGate(config).counts())
     for name, x in gradient.items():
         assert (np.abs(np.asarray(x)).reshape(config.layers, -1).max(-1) > 1e-6).all(), name
@@ -403,7 +403,7 @@ def test_training_learns_and_keeps_the_best_gate():
     assert best > 0.9 and log[0]["overlap"] < best and log[-1]["loss"] < 0.2 * log[0]["loss"]
     assert importance.validate(gate, held_out, 0.5)["overlap"] == best
     again, _ = importance.fit(train, held_out, training, tools.tiny_model().config)
-    jax.tree.map(np.testing.assert_array_equal, importance.parameters(gate), importance.parameters(again))
+    jax.tree.map(np.testing.assert_array_equal, gate.values(), again.values())
     with pytest.raises(ConfigError, match="3 contexts with 256 tokens at most, 0 held out"):
         importance.fit(train, [], training, tools.tiny_model().config)
     with pytest.raises(ConfigError, match="epochs=0"):
@@ -468,7 +468,7 @@ def test_a_gate_on_disk_is_the_gate(tmp_path):
         gates.save(gate, path)
         back = gates.load(path)
         assert isinstance(back, ImportanceGate) and back.config == gate.config and isinstance(back.linear, nnx.Param)
-        jax.tree.map(np.testing.assert_array_equal, importance.parameters(back), importance.parameters(gate))
+        jax.tree.map(np.testing.assert_array_equal, back.values(), gate.values())
 
 
 def test_padding_and_other_rows_change_nothing(tiny, saved, rng):

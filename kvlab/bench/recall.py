@@ -12,7 +12,7 @@ from jax import lax
 from kvlab import gates, models
 from kvlab.attention import AttentionSpec
 from kvlab.codec import Raw
-from kvlab.core import Around, Pages, Record
+from kvlab.core import PAGE, Around, Pages, Record
 from kvlab.evaluate import statistics
 from kvlab.experiment import report
 from kvlab.experiment.store import writing
@@ -20,13 +20,12 @@ from kvlab.layout import Contiguous
 from kvlab.models import Model
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
-from kvlab.selection import HySparse, KeyNorm, Lightning, Oracle, Quest, Random, Recency
+from kvlab.selection import SELECTIONS, KeyNorm, Oracle, Quest, Random, Recency
 from kvlab.selection.controls import attention
 from kvlab.train.gate import record
-from kvlab.train.gate.config import Data
+from kvlab.train.gate.config import KINDS, Data
 
 ALPHA = 0.025  # one-sided: intervals are at 95 %
-GATED = {"spatial": HySparse, "lightning": Lightning}
 
 
 def main(
@@ -64,7 +63,7 @@ def selections(config, gate: str, sparsity: float, layer: int) -> dict[str, Any]
     """What is compared, for one layer. The window of the newest tokens and the sinks are the same for all."""
     trained = gates.load(gate)
     untrained = gates.make(trained.kind, trained.config)
-    kind = GATED[trained.kind]
+    kind = SELECTIONS[KINDS[trained.kind]]
     return {
         "gate": kind(sparsity, layer=trained.at(layer, config)),
         "untrained gate": kind(sparsity, layer=untrained.at(layer, config)),
@@ -98,13 +97,13 @@ def read(selection, query_QHGD, key_HTD, pos_Q, spec: AttentionSpec):
     T = key_HTD.shape[1]
     key = jnp.asarray(key_HTD)[None]
     policy = Policy(KeepAll(), Raw(), Contiguous(), selection)
-    cache = policy.fill(Record(key, key, jnp.arange(T)[None]), -(-T // 64) * 64)
+    cache = policy.fill(Record(key, key, jnp.arange(T)[None]), -(-T // PAGE) * PAGE)
+    full = jnp.pad(key[0], ((0, 0), (0, cache.pos[0, 0].size - T), (0, 0))).reshape(*cache.pos.shape[1:], -1)
 
     def one(query_and_now):
         query, now = query_and_now
         query = query[None] * spec.scale
         visible = (cache.pos >= 0) & (cache.pos <= now)
-        full = jnp.pad(key[0], ((0, 0), (0, cache.pos[0, 0].size - T), (0, 0))).reshape(*cache.pos.shape[1:], -1)
         logits = spec.cap(jnp.einsum("hgd,hnpd->hgnp", query[0], full))[None]
         picked = selection.select(cache.index, query, visible, cache, Around(None, lambda: logits))
         hit = visible & _mask(picked, cache.pos.shape)

@@ -91,6 +91,10 @@ class Gate(nnx.Module):
                 f"{model.kv_heads} of {model.head_dim}; use a gate trained for it"
             )
 
+    def values(self) -> dict[str, Any]:
+        """The parameters' arrays by name; `kvlab.gates.store.with_values` puts others in their place."""
+        return nnx.to_pure_dict(nnx.state(self, GateParam))
+
     def counts(self) -> dict[str, int]:
         """Parameters by name."""
-        return {name: jax.numpy.size(x) for name, x in nnx.to_pure_dict(nnx.state(self, GateParam)).items()}
+        return {name: jax.numpy.size(x) for name, x in self.values().items()}

@@ -42,7 +42,7 @@ def save(gate: Gate, path: str | Path, origin: dict[str, Any] | None = None) -> 
 
     from kvlab.experiment.store import writing
 
-    arrays = {name: np.asarray(x, np.float32) for name, x in nnx.to_pure_dict(nnx.state(gate, GateParam)).items()}
+    arrays = {name: np.asarray(x, np.float32) for name, x in gate.values().items()}
     about = {"kind": gate.kind, **dataclasses.asdict(gate.config)}
     header = {"gate": json.dumps(about, sort_keys=True), "origin": json.dumps(origin or {}, sort_keys=True)}
     with writing(Path(path)) as part:
@@ -76,7 +76,7 @@ def _load(path: str, changed: int) -> Gate:
         raise ConfigError(f"gate={path!r} is no gate that kvlab saved ({error}); train one with kvlab train") from error
     kind = about.pop("kind")
     gate = make(kind, kind_of(kind).Config(**about))
-    wanted = {name: x.shape for name, x in nnx.to_pure_dict(nnx.state(gate, GateParam)).items()}
+    wanted = {name: x.shape for name, x in gate.values().items()}
     if wanted != {name: x.shape for name, x in arrays.items()}:
         raise ConfigError(f"gate={path!r}: its arrays do not have the shapes of its configuration; train it again")
     with_values(gate, arrays)

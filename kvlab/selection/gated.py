@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from kvlab import gates
-from kvlab.core import NO_BOUND, part, static
+from kvlab.codec import Raw
+from kvlab.core import NO_BOUND, PAGE, part, static
 from kvlab.errors import ConfigError, nearest
 from kvlab.selection.top import Top
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 NORMS = ("none", "softmax", "tempered")
 MODES = ("top_k", "threshold")
-WINDOW = 64
 
 
 @part
@@ -71,7 +71,7 @@ class Gated(Top):
     def write(self, state, page, offset, key_BHD, pos_B, fresh):
         new = self.pack(self.layer.index(key_BHD[:, :, None], pos_B[:, None, None])[:, :, 0])
         row, head = jnp.indices(page.shape, sparse=True)
-        return state.at[row, head, :, page * WINDOW + offset].set(new, mode="drop")
+        return state.at[row, head, :, page * PAGE + offset].set(new, mode="drop")
 
     def scores(self, state, query_BHQD, visible_BHNP, cache, around):
         B, H, N, P = visible_BHNP.shape
@@ -98,22 +98,16 @@ class Gated(Top):
         return ok_BHX & (self.forced(ok_BHX, pos_BHX, number_BH) | (score_BHX > least))
 
     def pack(self, index):
-        """Index keys as they are stored; 16-bit numbers as bit patterns (see `kvlab.codec.raw`)."""
-        if self.dtype == "float32":
-            return index
+        """Index keys as they are stored; floating-point ones as the raw codec stores vectors."""
         if self.dtype == "int8":
             return jnp.round(index * 127).astype(jnp.int8)
-        return jax.lax.bitcast_convert_type(index.astype(self.dtype), jnp.uint16)
+        return Raw(self.dtype).encode(index)["x"]
 
     def unpack(self, stored):
         """Float32 index keys."""
-        if self.dtype == "float32":
-            return stored
         if self.dtype == "int8":
             return stored.astype(jnp.float32) / 127
-        if self.dtype == "bfloat16":
-            return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
-        return jax.lax.bitcast_convert_type(stored, jnp.float16).astype(jnp.float32)
+        return Raw(self.dtype).decode({"x": stored})
 
 
 def windowed(score_XNP, visible_XNP, flattening: float):

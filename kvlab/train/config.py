@@ -12,7 +12,7 @@ seed, log, save             seed of weights and data; steps between lines of the
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from kvlab.experiment import config
 from kvlab.models.config import ModelConfig
 from kvlab.tasks import TASKS, Mqar
 from kvlab.tasks.mqar import WORDS
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,15 +100,26 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read(source: str | Path | dict, overrides: Iterable[str] = (), smoke: bool = False) -> tuple[str, Training]:
     """A training and its name, from a file or from the same tables in Python. Errors: ConfigError."""
+    name, raw, changes = opened(source, "training", overrides, smoke)
+    return name, _checked(convert(changed(raw, changes), Training, name, {"model": Shape, "optimiser": Optimiser}, Stage))
+
+
+def opened(source: str | Path | dict, unnamed: str, overrides: Iterable[str], smoke: bool):
+    """A file's name, its tables without [smoke], and what is to change in them: pairs of a dotted path and a value."""
     if isinstance(source, dict):
-        name, raw = source.get("name", "training"), {k: v for k, v in source.items() if k != "name"}
+        name, raw = source.get("name", unnamed), {k: v for k, v in source.items() if k != "name"}
     else:
         name, raw = Path(source).stem, parts.read_toml(source)
-    small = raw.get("smoke", {})
-    table = msgspec.json.decode(msgspec.json.encode({k: v for k, v in raw.items() if k != "smoke"}))
-    for path, value in [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]:
+    small = raw.pop("smoke", {})
+    return name, raw, [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]
+
+
+def changed(raw: dict[str, Any], changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A copy of the tables with the changes made. Errors: ConfigError."""
+    table = msgspec.json.decode(msgspec.json.encode(raw))
+    for path, value in changes:
         override(table, path, value)
-    return name, _checked(_convert(table, name))
+    return table
 
 
 def override(table: Any, path: str, value: Any) -> None:
@@ -133,16 +146,19 @@ def _item(table: Any, key: str, path: str) -> Any:
     raise ConfigError(f"--set {path}: no {key!r} there; allowed: {allowed}")
 
 
-def _convert(table: dict, where: str) -> Training:
-    """Each table by itself, so that an unknown key is named beside the keys of its own table."""
+def convert(table: dict, kind: type[S], where: str, sections: dict[str, Any], stage: Any = None) -> S:
+    """Each table by itself, so that an unknown key is named beside the keys of its own table.
+
+    `sections` are the structs of tables by name, `stage` that of every table in the list `stages`. Errors: ConfigError.
+    """
     made = dict(table)
-    for key, kind in (("model", Shape), ("optimiser", Optimiser)):
+    for key, struct in sections.items():
         if isinstance(table.get(key), dict):
-            made[key] = config.convert(table[key], kind, f"{where}: {key}")
-    if isinstance(table.get("stages"), list):
-        stages = enumerate(table["stages"])
-        made["stages"] = tuple(config.convert(s, Stage, f"{where}: stages.{i}") if isinstance(s, dict) else s for i, s in stages)
-    return config.convert(made, Training, where)
+            made[key] = config.convert(table[key], struct, f"{where}: {key}")
+    if stage is not None and isinstance(table.get("stages"), list):
+        one = lambda i, s: config.convert(s, stage, f"{where}: stages.{i}") if isinstance(s, dict) else s
+        made["stages"] = tuple(one(i, s) for i, s in enumerate(table["stages"]))
+    return config.convert(made, kind, where)
 
 
 def _checked(training: Training) -> Training:

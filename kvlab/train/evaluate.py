@@ -9,6 +9,7 @@ import numpy as np
 from kvlab import parts
 from kvlab.decode import Engine
 from kvlab.models import Model
+from kvlab.policy import Policy
 from kvlab.tasks import Mqar
 from kvlab.tasks.base import Batch
 from kvlab.train import forward
@@ -31,7 +32,7 @@ def figures(engine: Engine, task: Mqar, seed: int) -> dict[str, Any]:
     for index in range(task.count()):
         batch = task.batch(index, seed, engine.model.tokenizer)
         dense += through_forward(engine.model, batch)
-        cached += through_cache(engine, batch)
+        cached += through_cache(engine, batch, parts.policy({}))
         targets += batch.targets
     same = lambda a, b: float(np.mean([x == y for x, y in zip(a, b)]))
     shape = {"length": task.length, "pairs": task.pairs, "queries": len(targets)}
@@ -48,8 +49,8 @@ def through_forward(model: Model, batch: Batch) -> list[str]:
     return model.tokenizer.strings(np.asarray(logits[0]).argmax(-1))
 
 
-def through_cache(engine: Engine, batch: Batch) -> list[str]:
-    """The word after each query, decoded from a full cache."""
-    session = engine.start(engine.prefill(batch.prompts), parts.policy({}), batch.new_tokens, batch.rows, batch.forced)
+def through_cache(engine: Engine, batch: Batch, policy: Policy) -> list[str]:
+    """What each row answers, decoded from a cache."""
+    session = engine.start(engine.prefill(batch.prompts), policy, batch.new_tokens, batch.rows, batch.forced)
     session.run(batch.new_tokens)
     return [engine.model.tokenizer.decode(ids) for ids in session.answers()]

@@ -10,7 +10,6 @@ held_out = 4                contexts that the best gate is chosen by
 [smoke]                     "dotted.path" = value: makes it small
 """
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +19,16 @@ import msgspec
 
 from kvlab import compilation, gates, models, parts
 from kvlab.errors import ConfigError
-from kvlab.experiment import config, report
+from kvlab.experiment import report
 from kvlab.experiment.store import check_writable
 from kvlab.models import Model
 from kvlab.train import importance
-from kvlab.train.config import override
+from kvlab.train.config import changed, convert, opened
 from kvlab.train.gate import record
 from kvlab.train.gate.config import Data
 from kvlab.train.importance import Training
 from kvlab.train.loop import environment
-from kvlab.train.store import Folder
+from kvlab.train.store import GATE, Folder
 
 
 class Eviction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,17 +60,8 @@ def is_eviction(table: dict[str, Any]) -> bool:
 
 def read(source: str | Path | dict, overrides: Sequence[str] = (), smoke: bool = False) -> tuple[str, Eviction]:
     """A file's name and its training. Errors: ConfigError."""
-    if isinstance(source, dict):
-        name, raw = source.get("name", "evict"), {k: v for k, v in source.items() if k != "name"}
-    else:
-        name, raw = Path(source).stem, parts.read_toml(source)
-    small = raw.get("smoke", {})
-    table = msgspec.json.decode(msgspec.json.encode({k: v for k, v in raw.items() if k != "smoke"}))
-    for path, value in [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]:
-        override(table, path, value)
-    if isinstance(table.get("data"), dict):
-        table["data"] = config.convert(table["data"], Data, f"{name}: data")
-    made = config.convert(table, Eviction, name)
+    name, raw, changes = opened(source, "evict", overrides, smoke)
+    made = convert(changed(raw, changes), Eviction, name, {"data": Data})
     _ = made.options  # a wrong table is refused before anything runs
     return name, made
 
@@ -101,12 +91,12 @@ def train(
         gate, log = importance.fit(shards[: -training.held_out], shards[-training.held_out :], training.options, model.config)
         for line in log:
             folder.log({"step": line["epoch"] + 1, **line})
-        gates.save(gate, folder.path / "gate.safetensors", {"trained": name, "model": training.model, "digest": model.digest})
+        gates.save(gate, folder.path / GATE, {"trained": name, "model": training.model, "digest": model.digest})
         best = max(log, key=lambda line: line["overlap"])
         about = {"name": name, "parameters": gate.counts(), "total": sum(gate.counts().values())}
         figures = {"overlap": best["overlap"], "spearman": best["spearman"], "seconds": round(time.perf_counter() - begin, 1)}
-        summary = {**about, **figures, "gate": str(folder.path / "gate.safetensors")}
-        folder.finish(json.loads(json.dumps(summary)))
+        summary = {**about, **figures, "gate": str(folder.path / GATE)}
+        folder.finish(summary)
     return summary
 
 

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from kvlab.errors import ConfigError
-from kvlab.gates import GateParam, ImportanceConfig, ImportanceGate
+from kvlab.gates import ImportanceConfig, ImportanceGate
 from kvlab.gates.store import with_values
 from kvlab.models import Model
 from kvlab.models.config import ModelConfig
@@ -167,17 +166,13 @@ def agreement(score_LHT, target_LHT, share: float) -> dict[str, float]:
 
 def validate(gate: ImportanceGate, records: Sequence[Arrays], share: float) -> dict[str, float]:
     """`agreement` with the teacher, averaged over contexts."""
-    params, got = parameters(gate), []
+    params, got = gate.values(), []
     for record in records:
         got.append(agreement(np.asarray(_scores(params, gate.config, record)), record["target"], share))
     return {name: float(np.mean([g[name] for g in got])) for name in got[0]}
 
 
 _scores = jax.jit(scores, static_argnums=1)
-
-
-def parameters(gate) -> dict[str, Any]:
-    return nnx.to_pure_dict(nnx.state(gate, GateParam))
 
 
 def fit(
@@ -197,7 +192,7 @@ def fit(
     shape = (model.layers, model.kv_heads, model.head_dim, model.hidden)
     config = ImportanceConfig(*shape, training.width, training.vectors)
     gate = ImportanceGate(config, training.seed)
-    params = {**parameters(gate), "bias": jnp.asarray(np.mean([r["target"].mean(-1) for r in records], 0))}
+    params = {**gate.values(), "bias": jnp.asarray(np.mean([r["target"].mean(-1) for r in records], 0))}
     rule = optimiser(training, steps)
     state, log, best = rule.init(params), [], None
     for epoch in range(training.epochs):

@@ -21,6 +21,7 @@ from kvlab.errors import ResultsError
 from kvlab.experiment.store import check_same, read_json, write_text
 
 S = TypeVar("S")
+GATE = "gate.safetensors"  # of a training that ends in a gate
 
 
 class Folder:

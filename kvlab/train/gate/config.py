@@ -23,10 +23,9 @@ import msgspec
 
 from kvlab import parts
 from kvlab.errors import ConfigError
-from kvlab.experiment import config
 from kvlab.selection import SELECTIONS
 from kvlab.tasks import TASKS
-from kvlab.train.config import override
+from kvlab.train.config import changed, convert, opened
 
 KINDS = {"spatial": "hysparse", "lightning": "lightning"}  # of gates, and the selection that decodes with them
 
@@ -145,9 +144,6 @@ class GateTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [parts.build(table, TASKS, "evaluate") for table in self.evaluate]
 
 
-SECTIONS: dict[str, Any] = {"data": Data, "validate": Validate}
-
-
 def is_gate(table: dict[str, Any]) -> bool:
     """Whether the tables of a file describe a gate's training."""
     return "gate" in table or "data" in table
@@ -155,21 +151,16 @@ def is_gate(table: dict[str, Any]) -> bool:
 
 def read(source: str | Path | dict, overrides: Iterable[str] = (), smoke: bool = False):
     """A file's name and its trainings by label ("" where it has no grid). Errors: ConfigError."""
-    if isinstance(source, dict):
-        name, raw = source.get("name", "gate"), {k: v for k, v in source.items() if k != "name"}
-    else:
-        name, raw = Path(source).stem, parts.read_toml(source)
-    small, grids = raw.pop("smoke", {}), raw.pop("grid", {})
+    name, raw, changes = opened(source, "gate", overrides, smoke)
+    grids = raw.pop("grid", {})
     grids = grids if isinstance(grids, list) else [grids]
-    changes = [*(small.items() if smoke else ()), *map(config.parse_override, overrides)]
     instead = {path.removeprefix("grid."): value for path, value in changes if path.startswith("grid.")}
     changes = [(path, value) for path, value in changes if not path.startswith("grid.")]
     made = {}
     for point in (point for grid in grids for point in _points(grid, instead)):
-        table = msgspec.json.decode(msgspec.json.encode(raw))
-        for path, value in [*((p, _value(v)) for p, v in point), *changes]:
-            override(table, path, value)
-        made[", ".join(f"{path} {_label(value)}" for path, value in point)] = _checked(_convert(table, name))
+        table = changed(raw, [*((path, _value(value)) for path, value in point), *changes])
+        training = convert(table, GateTraining, name, {"data": Data, "validate": Validate}, Stage)
+        made[", ".join(f"{path} {_label(value)}" for path, value in point)] = _checked(training)
     return name, made
 
 
@@ -188,17 +179,6 @@ def _value(value: Any) -> Any:
 
 def _label(value: Any) -> str:
     return str(value["label"] if isinstance(value, dict) and "label" in value else value)
-
-
-def _convert(table: dict, where: str) -> GateTraining:
-    made = dict(table)
-    for key, kind in SECTIONS.items():
-        if isinstance(table.get(key), dict):
-            made[key] = config.convert(table[key], kind, f"{where}: {key}")
-    if isinstance(table.get("stages"), list):
-        stages = enumerate(table["stages"])
-        made["stages"] = tuple(config.convert(s, Stage, f"{where}: stages.{i}") if isinstance(s, dict) else s for i, s in stages)
-    return config.convert(made, GateTraining, where)
 
 
 def _checked(training: GateTraining) -> GateTraining:

@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvlab import compilation, gates, models, parts
 from kvlab.experiment import report
 from kvlab.experiment.store import check_writable
-from kvlab.gates.base import GateParam
 from kvlab.models import Model
 from kvlab.selection import SELECTIONS
 from kvlab.train.export import export
@@ -24,9 +22,7 @@ from kvlab.train.gate.evaluate import decoded
 from kvlab.train.gate.record import Records, layers
 from kvlab.train.gate.step import Recorded, State, Trainer
 from kvlab.train.loop import environment
-from kvlab.train.store import Folder
-
-GATE = "gate.safetensors"
+from kvlab.train.store import GATE, Folder
 
 
 def train(
@@ -70,7 +66,7 @@ def _train(name: str, training: GateTraining, folder: Folder, out: Path) -> dict
     fit = Fit(name, training, model, Records.of(model, training.data, out), folder)
     state = fit.run()
     origin = {"trained": name, "model": training.model, "digest": model.digest, "selection": training.table()}
-    gates.save(fit.trainer.gate(_plain(state.best["gate"])), folder.path / GATE, origin)
+    gates.save(fit.trainer.gate(_copied(state.best["gate"])), folder.path / GATE, origin)
     if training.joint:
         trained = {"trained": name, "base": training.model}
         words = [model.tokenizer.decode([i]) for i in range(model.config.vocab)]
@@ -85,7 +81,7 @@ def _train(name: str, training: GateTraining, folder: Folder, out: Path) -> dict
         "metric": training.validate.metric,
         "best": float(state.score),
         "gate": str(folder.path / GATE),
-        "evaluate": [decoded(model, training, folder.path, table) for table in training.tasks()],
+        "evaluate": decoded(model, training, folder.path),
     }
     folder.finish(summary)
     return summary
@@ -104,8 +100,7 @@ class Fit:
 
     def run(self) -> State:
         """The steps that are left, from the newest checkpoint on."""
-        values = nnx.to_pure_dict(nnx.state(self.gate, GateParam))
-        trained = {"gate": _plain(values), **({"base": _copied(self.model.params)} if self.training.joint else {})}
+        trained = {"gate": _copied(self.gate.values()), **({"base": _copied(self.model.params)} if self.training.joint else {})}
         copy = jax.tree.map(np.array, trained)  # steps donate their state, so nothing of it may be shared
         self.state = State(trained, step.rule(self.training.stages[0]).init(trained), copy, jnp.float32(-1), jnp.int32(0))
         begin = 0
@@ -200,7 +195,3 @@ def make(training: GateTraining, model: Model) -> gates.Gate:
 
 def _copied(values):
     return jax.tree.map(jnp.array, values)
-
-
-def _plain(values) -> dict[str, Any]:
-    return {name: jnp.asarray(value) for name, value in values.items()}

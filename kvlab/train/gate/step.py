@@ -81,10 +81,11 @@ class Trainer:
 
     def kl_loss(self, trained, base, data: Recorded, stage: Stage, sparsity):
         divergence, recall, kept = self.recorded(trained["gate"], data, sparsity)
-        loss = divergence
-        if self.selection.mode == "threshold":
-            loss = loss + stage.ratio * jnp.square(kept - (1 - self.selection.sparsity))
-        return loss, {"kl": divergence, "recall": recall}
+        return divergence + self._off_target(stage, kept), {"kl": divergence, "recall": recall}
+
+    def _off_target(self, stage: Stage, share):
+        """ratio · (share read − target)², for gates with thresholds."""
+        return stage.ratio * jnp.square(share - (1 - self.selection.sparsity)) if self.selection.mode == "threshold" else 0.0
 
     # --------------------------------------------------------------------------------------------- losses through the model
 
@@ -99,9 +100,7 @@ class Trainer:
         lm = (each * data.weight).sum() / jnp.maximum(data.weight.sum(), 1.0)
         log = lambda x: jax.nn.log_softmax(x, -1)
         distil = (jnp.exp(log(teacher)) * (log(teacher) - log(logits))).sum(-1).mean()
-        loss = stage.distil * distil + stage.lm * lm + stage.kl * seen.divergence
-        if self.selection.mode == "threshold":
-            loss = loss + stage.ratio * jnp.square(seen.share - (1 - self.selection.sparsity))
+        loss = stage.distil * distil + stage.lm * lm + stage.kl * seen.divergence + self._off_target(stage, seen.share)
         return loss, {"distil": distil, "lm": lm, "kl": seen.divergence, "recall": seen.recall, "share": seen.share}
 
     def teacher(self, base, data: Batch):

@@ -64,14 +64,26 @@ def values(gate):
     return {name: jnp.asarray(x) for name, x in gate.values().items()}
 
 
-def sequences(T=128, Q=16, B=1):
+def sequences(T=128, Q=16, B=1, before=32):
     rng = np.random.default_rng(0)
     pos = np.sort(rng.choice(np.arange(40, T - 1), (B, Q), replace=False), -1)
-    return Batch(rng.integers(0, 256, (B, T)).astype(np.int32), np.full(B, T), pos, np.ones((B, Q), np.float32))
+    tokens = rng.integers(0, 256, (B, T)).astype(np.int32)
+    return Batch(tokens[:, :before], tokens[:, before:], pos, np.ones((B, Q), np.float32))
+
+
+def after(c, params, gate, selection, how, data: Batch):
+    """The student's logits and what it saw."""
+
+    def run(before, tokens):
+        past = student.prefill(c, params, before)
+        return student.run(c, params, gate, selection, how, past, tokens, data.pos)
+
+    return jax.jit(run)(data.before, data.tokens)
 
 
 def recorded(model, data: Batch) -> Recorded:
-    query, key = record.capture(model.config, model.params, data.tokens, data.pos[0], tuple(range(model.config.layers)))
+    tokens = np.concatenate([data.before, data.tokens], 1)
+    query, key = record.capture(model.config, model.params, tokens, data.pos[0], tuple(range(model.config.layers)))
     return Recorded(query[None], key[None], data.pos)
 
 
@@ -211,9 +223,7 @@ def test_reading_everything_is_the_model(tiny, pool):
     """Sparsity 0, by hard choice and through the estimator, gives the dense model's logits."""
     c, data = tiny.config, sequences()
     gate = gates.make("spatial", gates.GateConfig(c.layers, c.kv_heads, c.head_dim, rank=8, pool=pool))
-    run = lambda gate, selection, how: jax.jit(lambda t: student.run(c, tiny.params, gate, selection, how, t, data.pos))(
-        data.tokens
-    )
+    run = lambda gate, selection, how: after(c, tiny.params, gate, selection, how, data)
     dense, _ = run(None, None, student.Reading("hard", 0.0))
     for mode in ("hard", "straight_through"):
         logits, seen = run(gate, HySparse(sparsity=0.0), student.Reading(mode, 0.0))
@@ -221,25 +231,32 @@ def test_reading_everything_is_the_model(tiny, pool):
         assert seen.recall == pytest.approx(1, abs=1e-5) and seen.share == 1
 
 
-def test_the_student_reads_as_the_decode_loop_does(tiny, tmp_path):
-    """Logits of the hard student equal those decoded with the gate from a cache of the prompt."""
-    data = sequences(T=192)
-    how = student.Reading("hard", 0.75)
-    at = np.arange(128, 140)[None]
-    prompt, more = data.tokens[0, :128].tolist(), data.tokens[0, 128:140].tolist()
-    # a prompt is prefilled densely, so the student reads densely there: only the last layer's choice can be compared
-    last = dataclasses.replace(tiny.config, layers=1)
-    params = {**tiny.params, "blocks": {0: tiny.params["blocks"][0]}}
-    one = dataclasses.replace(tiny, config=last, params=params)
-    lone = gates.make("spatial", gates.GateConfig(1, last.kv_heads, last.head_dim, rank=8))
-    gates.save(lone, tmp_path / "one.safetensors")
-    selection = HySparse(gate=str(tmp_path / "one.safetensors"), sparsity=0.75, sinks=1, recent=2, dtype="float32")
-    wanted, _ = jax.jit(lambda t: student.run(last, params, lone, selection, how, t, at))(data.tokens)
-    session = Engine(one).start(
-        Engine(one).prefill([prompt]), Policy(KeepAll(), Raw(), Contiguous(), selection), 12, None, [more]
-    )
-    got = session.run(12, ["logits"]).logits[:, 0]
-    np.testing.assert_allclose(got, wanted[0], atol=1e-4)
+@pytest.mark.parametrize("begin", [0, 128])
+def test_the_student_reads_as_the_decode_loop_does(tiny, tmp_path, begin):
+    """Logits of the hard student equal those decoded with the gate after a prompt that was prefilled densely."""
+    c, data = tiny.config, sequences(T=192, before=begin)
+    tokens = np.concatenate([data.before, data.tokens], 1)[0].tolist()
+    count = 12 if begin else 24
+    gate = gates.make("spatial", gates.GateConfig(c.layers, c.kv_heads, c.head_dim, rank=8))
+    gates.save(gate, tmp_path / "gate.safetensors")
+    selection = HySparse(gate=str(tmp_path / "gate.safetensors"), sparsity=0.75, sinks=1, recent=2, dtype="float32")
+    at = data._replace(pos=np.arange(begin, begin + count)[None])
+    wanted, seen = after(c, tiny.params, gate, selection, student.Reading("hard", 0.75), at)
+    assert seen.share < 0.5
+    first = max(begin, 1)  # a session starts with something
+    policy = Policy(KeepAll(), Raw(), Contiguous(), selection)
+    engine = Engine(tiny)
+    session = engine.start(engine.prefill([tokens[:first]]), policy, count, None, [tokens[first : begin + count]])
+    got = session.run(begin + count - first, ["logits"]).logits[:, 0]
+    np.testing.assert_allclose(got, wanted[0, first - begin :], atol=1e-4)
+
+
+def test_a_context_is_cut_before_its_first_recorded_position(tmp_path):
+    records = record.Records.of(models.load("tiny-recall"), config.read(SMALL)[1][""].data, tmp_path)
+    shard, batch = records.load(0), records.batch([0])
+    begin = batch.before.shape[1]
+    assert np.concatenate([batch.before, batch.tokens], 1)[0].tolist() == shard["tokens"].tolist()
+    assert 0 < begin <= shard["pos"].min() < begin + len(shard["tokens"]) / record.PARTS
 
 
 # ------------------------------------------------------------------------------------------------------------ the teacher

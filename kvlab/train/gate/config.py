@@ -98,13 +98,14 @@ class Validate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
       every: steps between validations; contexts: held out of the data for it.
       metric: "recall" (share of the base's attention that is read, from records), "agreement" (share of positions where
-        the model's first choice is the base's) or "accuracy" (of the answers): the highest is kept.
+        the model's first choice is the base's), "accuracy" (of the answers): the highest is kept; or "distil" (KL from the
+        base's next-token distributions): the lowest is.
       patience: validations without a better one before a stage ends; 0 for no limit.
     """
 
     every: int = 50
     contexts: int = 4
-    metric: Literal["recall", "agreement", "accuracy"] = "recall"
+    metric: Literal["recall", "agreement", "accuracy", "distil"] = "recall"
     patience: int = 0
 
 

@@ -79,7 +79,7 @@ def _train(name: str, training: GateTraining, folder: Folder, out: Path) -> dict
         "steps": int(lines[-1]["step"]),
         "seconds": round(sum(line["seconds"] for line in lines), 1),
         "metric": training.validate.metric,
-        "best": float(state.score),
+        "best": abs(float(state.score)),
         "gate": str(folder.path / GATE),
         "evaluate": decoded(model, training, folder.path),
     }
@@ -102,7 +102,7 @@ class Fit:
         """The steps that are left, from the newest checkpoint on."""
         trained = {"gate": _copied(self.gate.values()), **({"base": _copied(self.model.params)} if self.training.joint else {})}
         copy = jax.tree.map(np.array, trained)  # steps donate their state, so nothing of it may be shared
-        self.state = State(trained, step.rule(self.training.stages[0]).init(trained), copy, jnp.float32(-1), jnp.int32(0))
+        self.state = State(trained, step.rule(self.training.stages[0]).init(trained), copy, jnp.float32(-jnp.inf), jnp.int32(0))
         begin = 0
         with report.progress() as self.bar:
             self.task = self.bar.add_task(self.name, total=self.training.steps)
@@ -171,7 +171,7 @@ class Fit:
             else:
                 found.append(self._judge(self.state.trained, self.model.params, self.records.batch([index])))
         mean = {f"held_out_{name}": float(np.mean([f[name] for f in found])) for name in found[0]}
-        score = jnp.float32(mean[f"held_out_{metric}"])
+        score = jnp.float32(mean[f"held_out_{metric}"] * (-1 if metric == "distil" else 1))
         if score > self.state.score:
             best = jax.tree.map(np.array, self.state.trained)
             self.state = self.state._replace(best=best, score=score, since=jnp.int32(0))

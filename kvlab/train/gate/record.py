@@ -39,12 +39,18 @@ class Context(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Contexts of a step, padded on the right: tokens `[B, T]`, lengths `[B]`, positions and weights `[B, Q]`."""
+    """Contexts of a step, padded on the right: before `[B, S]`, tokens `[B, T]`, positions and weights `[B, Q]`.
 
+    The model reads `before` densely, as prefill does, and `tokens` as decoding does; positions count from the first token.
+    """
+
+    before: Any
     tokens: Any
-    length: Any
     pos: Any
     weight: Any
+
+
+PARTS = 16  # of a context's length: where `before` may end, so that few shapes are compiled
 
 
 def source(data: Data, index: int) -> Any:
@@ -127,14 +133,17 @@ class Records:
         return load_file(self.shard(index))
 
     def batch(self, indices) -> Batch:
-        """Tokens only, without queries and keys."""
+        """Tokens only, without queries and keys; what lies before the first recorded position counts as prefilled."""
         from safetensors import safe_open
 
         rows = []
         for index in indices:
             with safe_open(self.shard(index), "np") as file:
-                rows.append([file.get_tensor(name) for name in Batch._fields[:1] + ("length", "pos", "weight")])
-        return Batch(*(np.stack(column) for column in zip(*rows)))
+                rows.append([file.get_tensor(name) for name in ("tokens", "pos", "weight")])
+        tokens, pos, weight = (np.stack(column) for column in zip(*rows))
+        step = -(-tokens.shape[1] // PARTS)
+        begin = int(pos.min()) // step * step
+        return Batch(tokens[:, :begin], tokens[:, begin:], pos, weight)
 
     def _record(self, model: Model, data: Data, about: dict[str, Any], missing: list[int]) -> None:
         check_writable(self.folder)

@@ -1,6 +1,7 @@
 """Steps of the three stages, jitted: each takes the state and data, gives the state and what was measured."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ class State(NamedTuple):
     trained: Any
     optimiser: Any
     best: Any
-    score: Any  # of the best
+    score: Any  # of the best; higher is better
     since: Any  # validations without a better one
 
 
@@ -91,31 +92,40 @@ class Trainer:
 
     def model_loss(self, trained, base, data: Batch, stage: Stage, sparsity):
         """distil · KL(base ‖ student) + lm · cross-entropy + kl · attention's KL (+ ratio · (share − target)²)."""
-        params = trained.get("base", base)
         how = Reading(stage.loss, sparsity, stage.width, stage.detach)
-        logits, seen = student.run(self.config, params, self.gate(trained["gate"]), self.selection, how, data.tokens, data.pos)
-        teacher = lax.stop_gradient(self.teacher(base, data))
-        target = jnp.take_along_axis(data.tokens, data.pos + 1, 1)
+        logits, seen, teacher, target = self._both(trained, base, data, how)
+        teacher = lax.stop_gradient(teacher)
         each = optax.softmax_cross_entropy_with_integer_labels(logits, target)
         lm = (each * data.weight).sum() / jnp.maximum(data.weight.sum(), 1.0)
-        log = lambda x: jax.nn.log_softmax(x, -1)
-        distil = (jnp.exp(log(teacher)) * (log(teacher) - log(logits))).sum(-1).mean()
+        distil = _divergence(teacher, logits).mean()
         loss = stage.distil * distil + stage.lm * lm + stage.kl * seen.divergence + self._off_target(stage, seen.share)
         return loss, {"distil": distil, "lm": lm, "kl": seen.divergence, "recall": seen.recall, "share": seen.share}
 
-    def teacher(self, base, data: Batch):
-        """The base's logits, reading everything."""
-        return student.run(self.config, base, None, None, Reading("hard", 0.0), data.tokens, data.pos)[0]
+    def _both(self, trained, base, data: Batch, how: Reading):
+        """The student's logits `[B, Q, V]` and what it saw, the frozen base's logits, and the tokens that came next."""
+        run = functools.partial(student.run, self.config)
+        past = student.prefill(self.config, base, data.before)
+        teacher, _ = run(base, None, None, how, past, data.tokens, data.pos)
+        if "base" in trained:
+            base, past = trained["base"], student.prefill(self.config, trained["base"], data.before)
+        logits, seen = run(base, self.gate(trained["gate"]), self.selection, how, past, data.tokens, data.pos)
+        target = jnp.take_along_axis(data.tokens, data.pos + 1 - data.before.shape[1], 1)
+        return logits, seen, teacher, target
 
     def judge(self, trained, base, data: Batch):
-        """Hard selection at the target: agreement with the base's first choice, accuracy where positions count, recall."""
+        """Hard selection at the target: KL from the base's distribution and agreement with its first choice, both where
+        positions count, accuracy there, and recall."""
         how = Reading("hard", jnp.asarray(self.selection.sparsity, jnp.float32))
-        params = trained.get("base", base)
-        logits, seen = student.run(self.config, params, self.gate(trained["gate"]), self.selection, how, data.tokens, data.pos)
-        first, target = logits.argmax(-1), jnp.take_along_axis(data.tokens, data.pos + 1, 1)
-        share = lambda hit: (hit * data.weight).sum() / jnp.maximum(data.weight.sum(), 1.0)
-        agreement = share(first == self.teacher(base, data).argmax(-1))
-        return {"agreement": agreement, "accuracy": share(first == target), "recall": seen.recall, "share": seen.share}
+        logits, seen, teacher, target = self._both(trained, base, data, how)
+        first = logits.argmax(-1)
+        mean = lambda x: (x * data.weight).sum() / jnp.maximum(data.weight.sum(), 1.0)
+        return {
+            "distil": mean(_divergence(teacher, logits)),
+            "agreement": mean(first == teacher.argmax(-1)),
+            "accuracy": mean(first == target),
+            "recall": seen.recall,
+            "share": seen.share,
+        }
 
     # ------------------------------------------------------------------------------------------------------------ compiled
 
@@ -130,6 +140,12 @@ class Trainer:
             return state._replace(trained=optax.apply_updates(state.trained, update), optimiser=inner), {"loss": value, **figures}
 
         return jax.jit(step, donate_argnums=0)
+
+
+def _divergence(teacher_BQV, logits_BQV):
+    """KL(teacher ‖ student) of next-token distributions, `[B, Q]`, in nats."""
+    teacher, student = (jax.nn.log_softmax(x, -1) for x in (teacher_BQV, logits_BQV))
+    return (jnp.exp(teacher) * (teacher - student)).sum(-1)
 
 
 def rule(stage: Stage) -> optax.GradientTransformation:

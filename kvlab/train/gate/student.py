@@ -1,4 +1,4 @@
-"""The model reading what a gate picks, over whole sequences, with gradients; and the same model reading everything."""
+"""The model reading what a gate picks after a prefilled context, with gradients; and the same model reading everything."""
 
 import dataclasses
 import functools
@@ -34,29 +34,48 @@ class Seen(NamedTuple):
     share: Any
 
 
-def run(config: ModelConfig, params, gate, selection: Gated | None, how: Reading, tokens_BT, pos_BQ):
-    """Logits `[B, Q, V]` at the positions, and `Seen`. Without a selection every layer reads all (and `Seen` is None)."""
+def prefill(config: ModelConfig, params, tokens_BS) -> list[tuple]:
+    """Keys and values `[B, S, H, D]` of each layer over a sequence that is read densely."""
+    B, S = tokens_BS.shape
+    kept: list[tuple] = []
+
+    def attend(layer, query, key, value, _):
+        kept.append((key, value))
+        return _dense(query, key, value, jnp.arange(S), config.attention(layer))
+
+    if not S:
+        nothing = jnp.zeros((B, 0, config.kv_heads, config.head_dim))
+        return [(nothing, nothing)] * config.layers
+    bind(config, params)(tokens_BS, jnp.arange(S)[None], attend)
+    return kept
+
+
+def run(config: ModelConfig, params, gate, selection: Gated | None, how: Reading, past, tokens_BT, pos_BQ):
+    """Logits `[B, Q, V]` at the positions, and `Seen`, of the tokens that follow `past` (`prefill`'s).
+
+    Without a selection every layer reads all (and `Seen` is None). Positions count from the first token of the past.
+    """
     model = bind(config, params)
-    seen = []
+    begin, seen = past[0][0].shape[1], []
+    now = begin + jnp.arange(tokens_BT.shape[1])
 
     def attend(layer, query, key, value, _):
         spec = config.attention(layer)
+        key, value = (jnp.concatenate(pair, 1) for pair in zip(past[layer], (key, value)))
         if selection is None or spec.window is not None:
-            return _dense(query, key, value, spec)
+            return _dense(query, key, value, now, spec)
         out, figures = _gated(dataclasses.replace(selection, layer=gate.at(layer, config)), how, spec, query, key, value)
         seen.append(figures)
         return out
 
-    x = model(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], attend)
-    logits = model.logits(jnp.take_along_axis(x, pos_BQ[..., None], 1))
+    x = model(tokens_BT, now[None], attend)
+    logits = model.logits(jnp.take_along_axis(x, pos_BQ[..., None] - begin, 1))
     return logits, Seen(*map(jnp.mean, map(jnp.stack, zip(*seen)))) if seen else None
 
 
-@functools.partial(jax.checkpoint, static_argnums=3)
-def _dense(query, key, value, spec: AttentionSpec):
-    T = query.shape[1]
-    now = jnp.arange(T)
-    ok = spec.sees(now, now[:, None])
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _dense(query, key, value, now_T, spec: AttentionSpec):
+    ok = spec.sees(jnp.arange(key.shape[1]), now_T[:, None])
     logits = spec.cap(jnp.einsum("bqhgd,bthd->bhgqt", query, key) * spec.scale)
     weights = jax.nn.softmax(jnp.where(ok, logits, losses.HIDDEN), -1)
     return jnp.einsum("bhgqt,bthd->bqhgd", weights, value)
@@ -68,11 +87,11 @@ def _gated(selection: Gated, how: Reading, spec: AttentionSpec, query, key, valu
     return jax.checkpoint(inner)(selection, how.sparsity, query, key, value)
 
 
-def _picked(spec, mode: str, width: float, detach: bool, selection, sparsity, query_BTHGD, key_BTHD, value_BTHD):
+def _picked(spec, mode: str, width: float, detach: bool, selection, sparsity, query_BTHGD, key_BXHD, value_BXHD):
     B, T = query_BTHGD.shape[:2]
-    key = jnp.swapaxes(key_BTHD, 1, 2)
+    key = jnp.swapaxes(key_BXHD, 1, 2)
     inputs = lax.stop_gradient((query_BTHGD, key)) if detach else (query_BTHGD, key)
-    now = jnp.broadcast_to(jnp.arange(T), (B, T))
+    now = jnp.broadcast_to(jnp.arange(key.shape[2] - T, key.shape[2]), (B, T))
     score, ok = picking.scores(selection, inputs[0] * spec.scale, inputs[1], now)
     hard = picking.hard(selection, lax.stop_gradient(score), ok, sparsity)
     mask = hard.astype(jnp.float32)
@@ -83,7 +102,7 @@ def _picked(spec, mode: str, width: float, detach: bool, selection, sparsity, qu
     logits = jnp.where(ok[:, :, None], logits, losses.HIDDEN)
     weights = jnp.exp(logits - lax.stop_gradient(logits.max(-1, keepdims=True))) * mask[:, :, None]
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20)
-    out = jnp.einsum("bhgqt,bthd->bqhgd", weights, value_BTHD)
+    out = jnp.einsum("bhgqt,bthd->bqhgd", weights, value_BXHD)
     teacher = lax.stop_gradient(jax.nn.softmax(logits, -1).mean(2))
     share = (mask.sum(-1) / ok.sum(-1)).mean()
     return out, (losses.divergence(teacher, score, ok), losses.recall(teacher, hard), share)

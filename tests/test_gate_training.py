@@ -64,11 +64,10 @@ def values(gate):
     return {name: jnp.asarray(x) for name, x in gate.values().items()}
 
 
-def sequences(T=128, Q=16, B=1, before=32):
-    rng = np.random.default_rng(0)
-    pos = np.sort(rng.choice(np.arange(40, T - 1), (B, Q), replace=False), -1)
-    tokens = rng.integers(0, 256, (B, T)).astype(np.int32)
-    return Batch(tokens[:, :before], tokens[:, before:], pos, np.ones((B, Q), np.float32))
+def sequences(T=128, before=32):
+    tokens = np.random.default_rng(0).integers(0, 256, (1, T + 1)).astype(np.int32)
+    ones = np.ones((1, T - before), np.float32)
+    return Batch(tokens[:, :before], tokens[:, before:-1], tokens[:, before + 1 :], ones, ones)
 
 
 def after(c, params, gate, selection, how, data: Batch):
@@ -76,15 +75,16 @@ def after(c, params, gate, selection, how, data: Batch):
 
     def run(before, tokens):
         past = student.prefill(c, params, before)
-        return student.run(c, params, gate, selection, how, past, tokens, data.pos)
+        return student.run(c, params, gate, selection, how, past, tokens)
 
     return jax.jit(run)(data.before, data.tokens)
 
 
-def recorded(model, data: Batch) -> Recorded:
+def recorded(model, data: Batch, pos=None) -> Recorded:
     tokens = np.concatenate([data.before, data.tokens], 1)
-    query, key = record.capture(model.config, model.params, tokens, data.pos[0], tuple(range(model.config.layers)))
-    return Recorded(query[None], key[None], data.pos)
+    pos = np.arange(40, tokens.shape[1] - 1, 5) if pos is None else np.array(pos)
+    query, key = record.capture(model.config, model.params, tokens, pos, tuple(range(model.config.layers)))
+    return Recorded(query[None], key[None], pos[None])
 
 
 # -------------------------------------------------------------------------------------------------------- what is recorded
@@ -109,8 +109,8 @@ def test_questions_come_first_and_answers_count(tmp_path):
     model = models.load("tiny-recall")
     data = config.read(SMALL)[1][""].data
     made = record.context(data, model.tokenizer, 0)
-    counted = made.pos[made.weight > 0]
-    assert len(counted) == 4 and (counted >= 120).all()
+    counted = np.flatnonzero(made.weight) - 1
+    assert len(counted) == 4 and (counted >= made.prompt).all() and set(counted) <= set(made.pos)
     batch = config.parts.build(data.tasks[0], config.TASKS, "task").batch(0, data.seed, model.tokenizer)
     assert model.tokenizer.strings(made.tokens[counted]) == [model.tokenizer.decode(f) for f in batch.forced]
     assert model.tokenizer.strings(made.tokens[counted + 1]) == batch.targets
@@ -193,9 +193,8 @@ SELECTIONS = {
 def test_training_and_decoding_pick_the_same_tokens(tiny, name):
     """Index for index, in every layer, for queries in the middle of pages and at their ends."""
     gate, made = trainer(tiny, **SELECTIONS[name])
-    data = sequences(T=192, Q=8)
-    data = data._replace(pos=np.array([[0, 5, 63, 64, 100, 127, 128, 190]]))
-    query, key = (x.astype(jnp.float32) for x in recorded(tiny, data)[:2])
+    data = recorded(tiny, sequences(T=192), [0, 5, 63, 64, 100, 127, 128, 190])
+    query, key = (x.astype(jnp.float32) for x in data[:2])
 
     @jax.jit
     def trained(selection, query, key):
@@ -240,23 +239,25 @@ def test_the_student_reads_as_the_decode_loop_does(tiny, tmp_path, begin):
     gate = gates.make("spatial", gates.GateConfig(c.layers, c.kv_heads, c.head_dim, rank=8))
     gates.save(gate, tmp_path / "gate.safetensors")
     selection = HySparse(gate=str(tmp_path / "gate.safetensors"), sparsity=0.75, sinks=1, recent=2, dtype="float32")
-    at = data._replace(pos=np.arange(begin, begin + count)[None])
-    wanted, seen = after(c, tiny.params, gate, selection, student.Reading("hard", 0.75), at)
+    wanted, seen = after(c, tiny.params, gate, selection, student.Reading("hard", 0.75), data)
     assert seen.share < 0.5
     first = max(begin, 1)  # a session starts with something
     policy = Policy(KeepAll(), Raw(), Contiguous(), selection)
     engine = Engine(tiny)
     session = engine.start(engine.prefill([tokens[:first]]), policy, count, None, [tokens[first : begin + count]])
     got = session.run(begin + count - first, ["logits"]).logits[:, 0]
-    np.testing.assert_allclose(got, wanted[0, first - begin :], atol=1e-4)
+    np.testing.assert_allclose(got, wanted[0, first - begin : count], atol=1e-4)
 
 
-def test_a_context_is_cut_before_its_first_recorded_position(tmp_path):
+def test_a_context_is_cut_where_its_prompt_ends(tmp_path):
     records = record.Records.of(models.load("tiny-recall"), config.read(SMALL)[1][""].data, tmp_path)
     shard, batch = records.load(0), records.batch([0])
-    begin = batch.before.shape[1]
+    begin, length = batch.before.shape[1], int(shard["length"])
     assert np.concatenate([batch.before, batch.tokens], 1)[0].tolist() == shard["tokens"].tolist()
-    assert 0 < begin <= shard["pos"].min() < begin + len(shard["tokens"]) / record.PARTS
+    assert 0 < begin < shard["prompt"] <= begin + -(-len(shard["tokens"]) // record.PARTS)
+    assert batch.target[0, : length - 1 - begin].tolist() == shard["tokens"][begin + 1 : length].tolist()
+    assert batch.ok[0].sum() == length - 1 - begin and batch.weight.sum() == shard["weight"].sum()
+    assert (batch.weight[~batch.ok] == 0).all()
 
 
 # ------------------------------------------------------------------------------------------------------------ the teacher
@@ -286,7 +287,7 @@ def test_divergence_is_zero_only_at_the_teacher(rng):
 
 def test_no_choice_covers_more_than_the_best_tokens(tiny):
     gate, made = trainer(tiny, sinks=0, recent=1)
-    data = recorded(tiny, sequences(Q=24))
+    data = recorded(tiny, sequences())
     got = jax.jit(made.recorded)(values(gate), data, 0.75)[1]
     best = []
     for layer in range(2):

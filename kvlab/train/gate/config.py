@@ -39,6 +39,8 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       contexts: how many, held-out ones included.
       queries: positions per context whose queries are recorded: any of a text's second half; answers, then questions, then
         the prompt's second half.
+      decoded: tokens at a text's end that are read as decoding reads, by stages through the model; what comes before is
+        prefilled, as a task's prompt is.
       layers: which; all without a local window by default.
       dtype: of what is stored.
     """
@@ -48,6 +50,7 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tasks: tuple[dict[str, Any], ...] = ()
     length: int = 1024
     queries: int = 128
+    decoded: int = 256
     layers: tuple[int, ...] = ()
     dtype: Literal["float16", "float32"] = "float16"
     seed: int = 0

@@ -2,7 +2,7 @@
 
 <out>/records/<digest of model and [data]>/about.json
                                            00000.safetensors …   query [L, Q, H, G, D], key [L, H, T, D], both post-RoPE;
-                                                                 tokens [T], pos [Q], weight [Q], length []
+                                                                 pos [Q], tokens [T], weight [T], prompt [], length []
 """
 
 import functools
@@ -31,22 +31,25 @@ from kvlab.train.gate.config import Data
 
 
 class Context(NamedTuple):
-    """Token ids; positions whose queries are recorded; how much each counts in the next token's cross-entropy."""
+    """Token ids; how much each counts as an answer; how many are prefilled; positions whose queries are recorded."""
 
     tokens: np.ndarray
-    pos: np.ndarray
     weight: np.ndarray
+    prompt: int
+    pos: np.ndarray
 
 
 class Batch(NamedTuple):
-    """Contexts of a step, padded on the right: before `[B, S]`, tokens `[B, T]`, positions and weights `[B, Q]`.
+    """Contexts of a step, padded on the right: before `[B, S]`, tokens `[B, T]`.
 
-    The model reads `before` densely, as prefill does, and `tokens` as decoding does; positions count from the first token.
+    The model reads `before` densely, as prefill does, and `tokens` as decoding does. `target`, `ok` and `weight` `[B, T]`:
+    the token that comes next, whether there is one, and how much it counts as an answer.
     """
 
     before: Any
     tokens: Any
-    pos: Any
+    target: Any
+    ok: Any
     weight: Any
 
 
@@ -76,34 +79,31 @@ def context(data: Data, tokenizer, index: int) -> Context:
     made = source(data, index)
     if isinstance(made, dict):
         return _from_task(data, made, tokenizer, index, rng)
-    ids = _text(data, made, tokenizer, rng)
+    ids = np.array(_text(data, made, tokenizer, rng))
     half = np.arange(len(ids) // 2, len(ids) - 1)
-    return Context(np.array(ids), *_queries(data, rng, half, np.ones(len(ids))))
+    return Context(ids, np.ones(len(ids)), max(len(ids) - data.decoded, 1), _queries(data, half, rng))
 
 
 def _from_task(data: Data, table: dict[str, Any], tokenizer, index: int, rng) -> Context:
-    """The prompt of a task's batch, with every question and its answer after it."""
+    """The prompt of a task's batch, with every question and its answer after it; recorded queries are first those of answers."""
     batch = parts.build(table, TASKS, "data.tasks").batch(index, data.seed, tokenizer)
     ids, counts = list(batch.prompts[0]), [0.0] * len(batch.prompts[0])
-    begin = len(ids) - 1
+    prompt = len(ids)
     for row, question, target in zip(batch.rows, batch.forced, batch.targets):
         if row == 0:
             answer = tokenizer.encode(" " + target)
             ids, counts = ids + question + answer, counts + [0.0] * len(question) + [1.0] * len(answer)
-    weight = np.array([*counts[1:], 0.0])  # a position counts where the next token is an answer's
-    asked = np.arange(begin, len(ids) - 1)
-    first = asked[weight[asked] > 0]
-    rest = np.concatenate([rng.permutation(asked[weight[asked] == 0]), rng.permutation(np.arange(begin // 2, begin))])
-    return Context(np.array(ids), *_queries(data, rng, np.concatenate([rng.permutation(first), rest]), weight, ordered=True))
+    answers = np.array([*counts[1:], 0.0]) > 0  # a query matters where the next token is an answer's
+    asked = np.arange(prompt - 1, len(ids) - 1)
+    order = asked[answers[asked]], asked[~answers[asked]], np.arange((prompt - 1) // 2, prompt - 1)
+    return Context(np.array(ids), np.array(counts), prompt, _queries(data, np.concatenate([rng.permutation(x) for x in order])))
 
 
-def _queries(data: Data, rng, candidates: np.ndarray, weight: np.ndarray, ordered: bool = False):
-    """Positions, ascending, and their weights. With `ordered`, the first candidates are taken; otherwise any."""
+def _queries(data: Data, candidates: np.ndarray, rng=None) -> np.ndarray:
+    """Positions, ascending: the first candidates or, with a generator, any."""
     if len(candidates) < data.queries:
         raise ConfigError(f"data: {len(candidates)} positions for queries={data.queries}; ask for fewer or for longer contexts")
-    picked = candidates[: data.queries] if ordered else rng.choice(candidates, data.queries, replace=False)
-    pos = np.sort(picked)
-    return pos, weight[pos]
+    return np.sort(candidates[: data.queries] if rng is None else rng.choice(candidates, data.queries, replace=False))
 
 
 class Records:
@@ -133,17 +133,20 @@ class Records:
         return load_file(self.shard(index))
 
     def batch(self, indices) -> Batch:
-        """Tokens only, without queries and keys; what lies before the first recorded position counts as prefilled."""
+        """Tokens only, without queries and keys, cut where the shortest prompt ends or a little before."""
         from safetensors import safe_open
 
         rows = []
         for index in indices:
             with safe_open(self.shard(index), "np") as file:
-                rows.append([file.get_tensor(name) for name in ("tokens", "pos", "weight")])
-        tokens, pos, weight = (np.stack(column) for column in zip(*rows))
-        step = -(-tokens.shape[1] // PARTS)
-        begin = int(pos.min()) // step * step
-        return Batch(tokens[:, :begin], tokens[:, begin:], pos, weight)
+                rows.append([file.get_tensor(name) for name in ("tokens", "weight", "prompt", "length")])
+        tokens, weight, prompt, length = (np.stack(column) for column in zip(*rows))
+        T = tokens.shape[1]
+        step = -(-T // PARTS)
+        begin = (int(prompt.min()) - 1) // step * step
+        after = lambda x: np.pad(x[:, begin + 1 :], ((0, 0), (0, 1)))
+        ok = np.arange(begin, T) < length[:, None] - 1
+        return Batch(tokens[:, :begin], tokens[:, begin:], after(tokens), ok, after(weight))
 
     def _record(self, model: Model, data: Data, about: dict[str, Any], missing: list[int]) -> None:
         check_writable(self.folder)
@@ -180,22 +183,23 @@ def size(model: Model, data: Data, width: int) -> int:
     """Bytes of a shard with contexts of `width` tokens, less its header."""
     c, count = model.config, len(layers(model, data))
     numbers = count * c.head_dim * (data.queries * c.heads + width * c.kv_heads)
-    return numbers * np.dtype(data.dtype).itemsize + 4 * (width + 2 * data.queries + 1)
+    return numbers * np.dtype(data.dtype).itemsize + 4 * (2 * width + data.queries + 2)
 
 
 def arrays(model: Model, data: Data, context: Context, width: int) -> dict[str, np.ndarray]:
     """What a shard holds of a context, its tokens padded to `width`."""
-    tokens = np.zeros((1, bucket(width)), np.int32)
-    tokens[0, : len(context.tokens)] = context.tokens
+    tokens, weight = np.zeros((1, bucket(width)), np.int32), np.zeros(width, np.float32)
+    tokens[0, : len(context.tokens)], weight[: len(context.tokens)] = context.tokens, context.weight
     query, key = capture(model.config, model.params, tokens, context.pos, layers(model, data))
     small = lambda x: np.ascontiguousarray(np.asarray(x), data.dtype)
     return {
         "query": small(query),
         "key": small(key[:, :, :width]),
         "tokens": tokens[0, :width],
+        "weight": weight,
+        "prompt": np.array(context.prompt, np.int32),
         "length": np.array(len(context.tokens), np.int32),
         "pos": context.pos.astype(np.int32),
-        "weight": context.weight.astype(np.float32),
     }
 
 

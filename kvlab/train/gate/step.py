@@ -93,39 +93,35 @@ class Trainer:
     def model_loss(self, trained, base, data: Batch, stage: Stage, sparsity):
         """distil · KL(base ‖ student) + lm · cross-entropy + kl · attention's KL (+ ratio · (share − target)²)."""
         how = Reading(stage.loss, sparsity, stage.width, stage.detach)
-        logits, seen, teacher, target = self._both(trained, base, data, how)
-        teacher = lax.stop_gradient(teacher)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-        lm = (each * data.weight).sum() / jnp.maximum(data.weight.sum(), 1.0)
-        distil = _divergence(teacher, logits).mean()
+        logits, seen, teacher = self._both(trained, base, data, how)
+        lm = _mean(optax.softmax_cross_entropy_with_integer_labels(logits, data.target), data.weight)
+        distil = _mean(_divergence(lax.stop_gradient(teacher), logits), data.ok)
         loss = stage.distil * distil + stage.lm * lm + stage.kl * seen.divergence + self._off_target(stage, seen.share)
         return loss, {"distil": distil, "lm": lm, "kl": seen.divergence, "recall": seen.recall, "share": seen.share}
 
-    def _both(self, trained, base, data: Batch, how: Reading):
-        """The student's logits `[B, Q, V]` and what it saw, the frozen base's logits, and the tokens that came next."""
-        run = functools.partial(student.run, self.config)
-        past = student.prefill(self.config, base, data.before)
-        teacher, _ = run(base, None, None, how, past, data.tokens, data.pos)
-        if "base" in trained:
-            base, past = trained["base"], student.prefill(self.config, trained["base"], data.before)
-        logits, seen = run(base, self.gate(trained["gate"]), self.selection, how, past, data.tokens, data.pos)
-        target = jnp.take_along_axis(data.tokens, data.pos + 1 - data.before.shape[1], 1)
-        return logits, seen, teacher, target
-
     def judge(self, trained, base, data: Batch):
-        """Hard selection at the target: KL from the base's distribution and agreement with its first choice, both where
-        positions count, accuracy there, and recall."""
+        """Hard selection at the target, where tokens count as answers: KL from the base's distribution, agreement with its
+        first choice, accuracy; and recall."""
         how = Reading("hard", jnp.asarray(self.selection.sparsity, jnp.float32))
-        logits, seen, teacher, target = self._both(trained, base, data, how)
+        logits, seen, teacher = self._both(trained, base, data, how)
         first = logits.argmax(-1)
-        mean = lambda x: (x * data.weight).sum() / jnp.maximum(data.weight.sum(), 1.0)
         return {
-            "distil": mean(_divergence(teacher, logits)),
-            "agreement": mean(first == teacher.argmax(-1)),
-            "accuracy": mean(first == target),
+            "distil": _mean(_divergence(teacher, logits), data.weight),
+            "agreement": _mean(first == teacher.argmax(-1), data.weight),
+            "accuracy": _mean(first == data.target, data.weight),
             "recall": seen.recall,
             "share": seen.share,
         }
+
+    def _both(self, trained, base, data: Batch, how: Reading):
+        """The student's logits `[B, T, V]` and what it saw, and the frozen base's logits."""
+        run = functools.partial(student.run, self.config)
+        past = student.prefill(self.config, base, data.before)
+        teacher, _ = run(base, None, None, how, past, data.tokens)
+        if "base" in trained:
+            base, past = trained["base"], student.prefill(self.config, trained["base"], data.before, frozen=False)
+        logits, seen = run(base, self.gate(trained["gate"]), self.selection, how, past, data.tokens)
+        return logits, seen, teacher
 
     # ------------------------------------------------------------------------------------------------------------ compiled
 
@@ -140,6 +136,10 @@ class Trainer:
             return state._replace(trained=optax.apply_updates(state.trained, update), optimiser=inner), {"loss": value, **figures}
 
         return jax.jit(step, donate_argnums=0)
+
+
+def _mean(x, weight):
+    return (x * weight).sum() / jnp.maximum(weight.sum(), 1.0)
 
 
 def _divergence(teacher_BQV, logits_BQV):

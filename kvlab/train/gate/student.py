@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvlab import attention
 from kvlab.attention import AttentionSpec
 from kvlab.gates import losses
 from kvlab.models.config import ModelConfig
@@ -34,27 +35,30 @@ class Seen(NamedTuple):
     share: Any
 
 
-def prefill(config: ModelConfig, params, tokens_BS) -> list[tuple]:
-    """Keys and values `[B, S, H, D]` of each layer over a sequence that is read densely."""
+def prefill(config: ModelConfig, params, tokens_BS, frozen: bool = True) -> list[tuple]:
+    """Keys and values `[B, S, H, D]` of each layer over a sequence that is read densely; faster where `frozen`, without
+    gradients."""
     B, S = tokens_BS.shape
-    kept: list[tuple] = []
+    now, kept = jnp.arange(S), []
+    block = min(S & -S, 512)
 
     def attend(layer, query, key, value, _):
         kept.append((key, value))
-        return _dense(query, key, value, jnp.arange(S), config.attention(layer))
+        spec = config.attention(layer)
+        if not frozen:
+            return _dense(query, key, value, now, spec)
+        return attention.prefill(query, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), spec, block, block)
 
     if not S:
         nothing = jnp.zeros((B, 0, config.kv_heads, config.head_dim))
         return [(nothing, nothing)] * config.layers
-    bind(config, params)(tokens_BS, jnp.arange(S)[None], attend)
+    bind(config, params)(tokens_BS, now[None], attend)
     return kept
 
 
-def run(config: ModelConfig, params, gate, selection: Gated | None, how: Reading, past, tokens_BT, pos_BQ):
-    """Logits `[B, Q, V]` at the positions, and `Seen`, of the tokens that follow `past` (`prefill`'s).
-
-    Without a selection every layer reads all (and `Seen` is None). Positions count from the first token of the past.
-    """
+def run(config: ModelConfig, params, gate, selection: Gated | None, how: Reading, past, tokens_BT):
+    """Logits `[B, T, V]` of the tokens that follow `past` (`prefill`'s), and `Seen`; without a selection every layer reads
+    all, and `Seen` is None."""
     model = bind(config, params)
     begin, seen = past[0][0].shape[1], []
     now = begin + jnp.arange(tokens_BT.shape[1])
@@ -69,8 +73,7 @@ def run(config: ModelConfig, params, gate, selection: Gated | None, how: Reading
         return out
 
     x = model(tokens_BT, now[None], attend)
-    logits = model.logits(jnp.take_along_axis(x, pos_BQ[..., None] - begin, 1))
-    return logits, Seen(*map(jnp.mean, map(jnp.stack, zip(*seen)))) if seen else None
+    return model.logits(x), Seen(*map(jnp.mean, map(jnp.stack, zip(*seen)))) if seen else None
 
 
 @functools.partial(jax.checkpoint, static_argnums=4)

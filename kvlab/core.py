@@ -130,9 +130,16 @@ class Codec:
         """Float32 `[B, H, N, p, D]`."""
         raise NotImplementedError
 
-    def scores(self, query_BHQD, code):
-        """Logits `[B, H, Q, N, P]` of scaled queries against a block of codes."""
-        return jnp.einsum("bhqd,bhnpd->bhqnp", query_BHQD, self.decode(code))
+    def scores(self, query_BHQD, code, by_page: bool = False):
+        """Logits `[B, H, Q, N, P]` of scaled queries against a block of codes.
+
+        `by_page` takes a product for each page, where one over all of them would make XLA copy the pages side by side.
+        """
+        if not by_page:
+            return jnp.einsum("bhqd,bhnpd->bhqnp", query_BHQD, self.decode(code))
+        key = self.decode(code)
+        query = jnp.broadcast_to(query_BHQD[:, :, None], (*key.shape[:3], *query_BHQD.shape[2:]))
+        return jnp.swapaxes(query @ jnp.swapaxes(key, 3, 4), 2, 3)
 
     def mix(self, weight_BHQNP, code):
         """Weighted sum `[B, H, Q, D]` of a block of codes; page by page, which streams each page once."""
@@ -148,9 +155,11 @@ class Layout:
 
     Attributes:
       whole_pages: pages are immutable once written, so tokens cannot be replaced one by one.
+      by_page: pages lie apart, so products of few queries go page by page, and named pages are read one at a time.
     """
 
     whole_pages = False
+    by_page = False
 
     def pack(self, code):
         """Memory that holds canonical codes `[B, H, N, p, C]`."""

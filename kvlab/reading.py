@@ -78,8 +78,8 @@ def _in_tail(cache: Cache, number):
     return (cache.offset < PAGE)[..., None] & (number == cache.open[..., None])
 
 
-def _coded(policy, query, code, ok, spec) -> Partial:
-    logits = spec.cap(policy.codec.keys.scores(query, code["k"]))
+def _coded(policy, query, code, ok, spec, by_page=False) -> Partial:
+    logits = spec.cap(policy.codec.keys.scores(query, code["k"], by_page))
     return attention.partial(logits, ok, lambda w: policy.codec.values.mix(w, code["v"]))
 
 
@@ -100,13 +100,14 @@ def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
         reads = ok[:, :, -1].sum((-1, -2), dtype=jnp.int32)
         if policy.tailed:
             ok = ok & ~_in_tail(cache, number)[:, :, None, :, None]
-        return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec), reads
+        return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec, by_page), reads
 
     def step(i, carry):
         done, reads = carry
         new, more = read(jnp.minimum(i * BLOCK, N - BLOCK), BLOCK, i * BLOCK)
         return attention.merge(done, new), reads + more
 
+    by_page = in_one and policy.layout.by_page
     in_one = in_one and policy.codec.keys.in_place and policy.codec.values.in_place
     if N <= (2 * BLOCK if in_one else BLOCK):
         return read(0, N, 0)
@@ -122,7 +123,8 @@ def _logits(policy, cache: Cache, query, spec):
 
     def step(i, out):
         start = jnp.minimum(i * block, N - block)
-        new = policy.codec.keys.scores(query, policy.layout.slice(cache.memory, start, block)["k"])
+        code = policy.layout.slice(cache.memory, start, block)["k"]
+        new = policy.codec.keys.scores(query, code, policy.layout.by_page)
         return lax.dynamic_update_slice_in_dim(out, new, start, 3)
 
     out = lax.fori_loop(0, -(-N // block), step, jnp.zeros((B, H, query.shape[2], N, P)))
@@ -145,7 +147,7 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
         own = cache.open[..., None] * PAGE + jnp.arange(PAGE) if single else cache.open[..., None]
         tail_ok = (own[..., None] == index[:, :, None]).any(-1)[:, :, None, None]
     stored = stored.reshape(view.shape)
-    block = min(index.shape[-1], BLOCK * PAGE if single else BLOCK)
+    block = min(index.shape[-1], BLOCK * PAGE if single else 1 if policy.layout.by_page else BLOCK)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[-1] % block)), constant_values=-1)
     chosen = lambda of, some: jnp.take_along_axis(of, jnp.maximum(some, 0)[..., None], 2) & (some >= 0)[..., None]
 

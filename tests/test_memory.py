@@ -14,7 +14,7 @@ from kvlab.codec import Int8, Raw
 from kvlab.core import Record
 from kvlab.layout import Contiguous
 from kvlab.policy import Policy
-from kvlab.retention import KeepAll, Window
+from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import ReadAll
 from tests import tools
 
@@ -122,11 +122,16 @@ def test_no_cache_sized_copy_in_the_rest(names, batch):
     check_no_copy(names, batch)
 
 
+def _keeping(size, rule):
+    if isinstance(rule, Protect):
+        return dataclasses.replace(rule, inner=_keeping(size, rule.inner))
+    return rule if isinstance(rule, KeepAll) else dataclasses.replace(rule, size=size)
+
+
 def check_no_copy(names, batch):
     """Donated caches are updated in place: no copy of a large leaf, temporaries below a quarter of the cache, at 32k."""
     policy = tools.make(*names)
-    if not isinstance(policy.retention, KeepAll):
-        policy = dataclasses.replace(policy, retention=dataclasses.replace(policy.retention, size=32_000))
+    policy = dataclasses.replace(policy, retention=_keeping(32_000, policy.retention))
     program, cache = compiled_step(policy, batch, 32_768)
     kinds = {"float32": "f32", "int8": "s8", "uint16": "u16"}
     for leaf in (x for x in jax.tree.leaves(cache.memory) if x.size > 100_000):

@@ -44,7 +44,11 @@ def test_prefill_in_blocks_is_dense_causal_attention(spec, blocks, rng):
     np.testing.assert_allclose(got, jnp.moveaxis(want.reshape(B, H, G, T, D), 3, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("names", [n for n in tools.PRODUCT if n[0] == "window" and n[3] == "read_all"], ids="-".join)
+WINDOWS = [n for n in tools.PRODUCT if n[0] == "window" and n[3] == "read_all"]
+OFTEN = [n for n in WINDOWS if n[2] == "contiguous" or n[1] in ("raw", "int8_channel")]  # a layout writes tokens, or pages
+
+
+@pytest.mark.parametrize("names", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in WINDOWS], ids="-".join)
 def test_prefill_of_a_prompt_equals_appending_it(names):
     """A cache filled with T tokens reads like one filled with 64 and appended to (pages aligned, so codes agree)."""
     policy, s = tools.make(*names), tools.sequence(lengths=(150, 150), steps=20)

@@ -14,7 +14,7 @@ from kvlab.core import Selection, part
 from kvlab.decode import Engine
 from kvlab.errors import CapacityError, ConfigError, KvlabError, RefusedPolicy
 from kvlab.experiment.config import read_policies
-from kvlab.layout import Contiguous
+from kvlab.layout import Contiguous, PageMajor
 from kvlab.plan import Dims, most, plan, room, table, workspace
 from kvlab.plan.inputs import parse_bytes, read_dims
 from kvlab.policy import Policy
@@ -49,6 +49,7 @@ POLICIES = {
     "tailed": Policy(Window(70, 4), Int8("channel"), Contiguous(), ReadAll()),
     "scores": Policy(tools.KeyNorm(), Raw(), Contiguous(), ReadAll()),
     "index": Policy(KeepAll(), Raw(), Contiguous(), Means()),
+    "paged": Policy(KeepAll(), Int8("channel"), PageMajor(), ReadAll()),
 }
 BIG = read_dims("layers=48,kv_heads=8,head_dim=128")
 HALF = (POLICIES["float16"],) * 48

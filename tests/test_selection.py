@@ -354,13 +354,3 @@ def test_int8_and_raw_do_not_change_what_is_scored():
     s = tools.sequence(steps=1)
     a, b = (p.fill(s.record, 192).index for p in (raw, coded))
     np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("codec", ["raw", "bfloat16", "kivi"])
-def test_named_pages_are_the_slices_there(codec):
-    policy, s = make(ReadAll(), codec=codec), tools.sequence(steps=1)
-    memory_ = policy.fill(s.record, 192).memory
-    page = np.array([[[2, 0], [1, 1]], [[0, 2], [2, 1]]])
-    got, whole = policy.layout.pages(memory_, jnp.asarray(page)), policy.layout.slice(memory_, 0, 3)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_array_equal(a, np.take_along_axis(np.asarray(b), page[..., None, None], 2))

@@ -15,7 +15,7 @@ from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
 from kvlab.errors import RefusedPolicy
-from kvlab.layout import Contiguous
+from kvlab.layout import Contiguous, PageMajor
 from kvlab.models import Model, transformer
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
@@ -83,7 +83,7 @@ CODECS = {
     "int8_channel": Int8("channel"),
     "kivi": KV(Int8("channel"), Int8("token")),
 }
-LAYOUTS = {"contiguous": Contiguous()}
+LAYOUTS = {"contiguous": Contiguous(), "page_major": PageMajor()}
 
 
 @functools.cache
@@ -120,6 +120,8 @@ COVERING = [
     for k, s in enumerate(SELECTIONS)
     if (i + j + k) % 6 == 0 or (i, (j + k) % 6) == (0, 1)
 ]
+# other layouts meet every other part once; tests/test_layout.py has them with every codec
+COVERING += [(r, c, "page_major", s) for r, c, s in zip(itertools.cycle(RETENTIONS), CODECS, SELECTIONS)]
 
 
 def make(retention, codec, layout, selection) -> Policy:

@@ -1,7 +1,8 @@
 """What a selection saves: attention over everything against attention over what a gate picks, parts and sum.
 
 One step of one layer over a raw fp32 cache of random numbers. Everything is interleaved, repetition by repetition, so that
-ratios hold on a machine that does other things besides.
+ratios hold on a machine that does other things besides. The same numbers lie in two layouts: a selection is judged in the one
+that suits it (`LAYOUT`), dense attention by the fastest of its ways in either.
 """
 
 import functools
@@ -16,13 +17,15 @@ from kvlab import gates, memory
 from kvlab.attention import AttentionSpec
 from kvlab.codec import Raw
 from kvlab.core import PAGE, Record, part
-from kvlab.layout import Contiguous
+from kvlab.layout import Contiguous, PageMajor
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from kvlab.selection import HySparse, ReadAll
 
 HEADS, GROUPS, DIM, RANK = 8, 4, 128, 16
-DENSE = ("in_place", "blocked")
+DENSE = ("in_place", "blocked", "in_place_page_major")
+LAYOUTS = {"contiguous": Contiguous(), "page_major": PageMajor()}
+LAYOUT = {"page": "page_major", "token": "contiguous"}  # of what is called `page` and `token`; the other has its name added
 
 
 @part
@@ -40,41 +43,40 @@ class Blocked(Raw):
 
 def main(length: int, sparsity: float, dtype: str, pairs: int) -> dict:
     """Milliseconds of each piece, their temporaries in bytes, the bytes read, and how much faster than dense the sum is."""
-    cache, query, now = _filled(length, _gated("page", sparsity, dtype))
-    programs = _programs(cache, query, now, sparsity, dtype)
+    caches, query, now = filled(length, gated("page", sparsity, dtype))
+    programs = _programs(caches, query, now, sparsity, dtype)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(pairs):
         for name, (run, _) in programs.items():
             times[name].append(_milliseconds(run))
     figures = {"length": length, "sparsity": sparsity, "dtype": dtype, "pairs": pairs} | _figures(times)
     figures["temporaries"] = {name: temporaries for name, (_, temporaries) in programs.items()}
-    figures["bytes_read"] = _bytes_read(cache, query, now, sparsity, dtype)
+    figures["bytes_read"] = _bytes_read(caches, query, now, sparsity, dtype)
     _show(figures)
     return figures
 
 
-def _gated(granularity: str, sparsity: float, dtype: str) -> HySparse:
+def gated(granularity: str, sparsity: float, dtype: str) -> HySparse:
     """A selection by an untrained gate; its speed is a trained one's."""
     config = gates.GateConfig(layers=1, kv_heads=HEADS, head_dim=DIM, rank=RANK)
     layer = gates.make("spatial", config).layer(0)
     return HySparse(sparsity=sparsity, granularity=granularity, gate="untrained", dtype=dtype, layer=layer)
 
 
-def _policy(selection, codec=None) -> Policy:
-    return Policy(KeepAll(), codec or Raw(), Contiguous(), selection)
+def policy(selection, layout: str, codec=None) -> Policy:
+    return Policy(KeepAll(), codec or Raw(), LAYOUTS[layout], selection)
 
 
-def _filled(length: int, selection):
-    """A full cache, the queries of the newest token, and its position."""
+def filled(length: int, selection):
+    """A full cache in every layout, the queries of the newest token, and its position."""
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
     key, value = (draw(seed, 1, HEADS, length, DIM) for seed in (0, 1))
-    policy = _policy(selection)
-    fill = jax.jit(lambda key, value: policy.fill(Record(key, value, jnp.arange(length)[None]), length))
-    cache = jax.block_until_ready(fill(key, value))
-    return cache, draw(2, 1, HEADS, GROUPS, DIM), jnp.full(1, length - 1)
+    fill = jax.jit(lambda made, key, value: made.fill(Record(key, value, jnp.arange(length)[None]), length))
+    caches = {name: jax.block_until_ready(fill(policy(selection, name), key, value)) for name in LAYOUTS}
+    return caches, draw(2, 1, HEADS, GROUPS, DIM), jnp.full(1, length - 1)
 
 
-def _attend(policy, cache, query, now):
+def attend(policy, cache, query, now):
     done = policy.attend(cache, query, now, AttentionSpec(DIM**-0.5))
     return done.out_BHQD, done.info.reads_BH
 
@@ -92,21 +94,24 @@ def _pick_tokens(selection, cache, scores, visible):
     return selection.tokens(scores, selection.count(visible)[0], visible, cache)
 
 
-def _programs(cache, query, now, sparsity: float, dtype: str) -> dict[str, tuple[Callable, int]]:
+def _programs(caches, query, now, sparsity: float, dtype: str) -> dict[str, tuple[Callable, int]]:
     """Compiled pieces by name, with their temporaries in bytes."""
-    page, token = (_gated(kind, sparsity, dtype) for kind in ("page", "token"))
+    page, token = (gated(kind, sparsity, dtype) for kind in ("page", "token"))
+    cache = caches["contiguous"]
     visible = cache.pos >= 0
     scores = jax.jit(_score)(page, cache, query, visible)
-    attend = lambda policy: (_attend, (policy, cache, query, now))
+    over = lambda selection, layout, codec=None: (attend, (policy(selection, layout, codec), caches[layout], query, now))
     pieces = {
-        "in_place": attend(_policy(ReadAll())),
-        "blocked": attend(_policy(ReadAll(), Blocked())),
+        "in_place": over(ReadAll(), "contiguous"),
+        "blocked": over(ReadAll(), "contiguous", Blocked()),
+        "in_place_page_major": over(ReadAll(), "page_major"),
         "scoring": (_score, (page, cache, query, visible)),
         "topk": (_pick_pages, (page, cache, scores, visible)),
         "topk_token": (_pick_tokens, (token, cache, scores, visible)),
-        "page": attend(_policy(page)),
-        "token": attend(_policy(token)),
     }
+    for kind, selection in (("page", page), ("token", token)):
+        for layout in LAYOUTS:
+            pieces[kind if layout == LAYOUT[kind] else f"{kind}_{layout}"] = over(selection, layout)
     return {name: _compiled(f, args) for name, (f, args) in pieces.items()}
 
 
@@ -127,19 +132,19 @@ def _figures(times: dict[str, list[float]]) -> dict:
     """Medians; the speedups are medians of the pairs' ratios to the faster dense path."""
     dense = min(DENSE, key=lambda name: np.median(times[name]))
     figures: dict = {f"{name}_ms": float(np.median(x)) for name, x in times.items()}
-    figures |= {"dense_ms": figures[f"{dense}_ms"], "dense_path": dense}
-    for name in ("page", "token"):
+    figures |= {"dense_ms": figures[f"{dense}_ms"], "dense_path": dense, "layout": LAYOUT}
+    for name in LAYOUT:
         figures[f"speedup_{name}"] = float(np.median(np.array(times[dense]) / times[name]))
     return figures
 
 
-def _bytes_read(cache, query, now, sparsity: float, dtype: str) -> dict[str, int]:
+def _bytes_read(caches, query, now, sparsity: float, dtype: str) -> dict[str, int]:
     """Bytes of keys, values and index keys that one step reads."""
     per_token = 2 * DIM * 4
-    read = {"dense": int((cache.pos >= 0).sum()) * per_token}
-    for kind in ("page", "token"):
-        reads = jax.jit(_attend)(_policy(_gated(kind, sparsity, dtype)), cache, query, now)[1]
-        read[kind] = int(reads.sum()) * per_token + memory.resident(cache.index)
+    read = {"dense": int((caches["contiguous"].pos >= 0).sum()) * per_token}
+    for kind, layout in LAYOUT.items():
+        reads = jax.jit(attend)(policy(gated(kind, sparsity, dtype), layout), caches[layout], query, now)[1]
+        read[kind] = int(reads.sum()) * per_token + memory.resident(caches[layout].index)
     return read
 
 

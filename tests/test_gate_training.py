@@ -154,7 +154,7 @@ def test_every_leaf_of_every_layer_has_a_gradient(tiny, name, kind):
     trained = {"gate": values(gate), **({"base": tiny.params} if stage.joint else {})}
     grad = jax.jit(jax.grad(lambda t: loss(t, tiny.params, given, stage, 0.75)[0]))(trained)
     for leaf, x in grad["gate"].items():
-        rows = x if leaf in ("scale", "heat", "weight") or kind == "lightning" else x[None]
+        rows = x if leaf in ("scale", "channels", "heat", "weight") or kind == "lightning" else x[None]
         assert np.isfinite(x).all() and all(np.abs(row).max() > 0 for row in rows), leaf
     if stage.joint:
         assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grad["base"]["blocks"]))
@@ -303,7 +303,7 @@ def test_no_choice_covers_more_than_the_best_tokens(tiny):
 
 def test_a_file_gives_a_gate_that_decodes(tmp_path):
     (summary,) = loop.train(SMALL, out=tmp_path)
-    assert summary["steps"] == 7 and summary["total"] == 64 * 8 * 2 + 2 * 8 + 2 * 2
+    assert summary["steps"] == 7 and summary["total"] == 64 * 8 + 2 * 32 + 2 * 8 + 2 * 2
     (judged,) = summary["evaluate"]
     assert judged["items"] == 8 and judged["full"] == 1 and judged["gate"] >= 0.75
     gate = gates.load(summary["gate"])

@@ -34,12 +34,13 @@ def scored(layer, query, key, pos=None, now=None, visible=None):
     return layer.scores(jnp.asarray(query), layer.index(jnp.asarray(key), pos), visible, now)
 
 
-@pytest.mark.parametrize("shape,total", [((30, 3, 64, 16), 2618), ((32, 8, 128, 16), 4864), ((26, 1, 256, 8), 4330)])
+@pytest.mark.parametrize("shape,total", [((30, 3, 64, 16), 2554), ((32, 8, 128, 16), 4864), ((26, 1, 256, 8), 3946)])
 def test_the_spatial_gate_has_fewer_than_five_thousand_parameters(shape, total):
-    """Two projections D·r, a scale per layer and channel, a temperature per layer and KV head; the lift adds none."""
+    """A projection D·r; channel weights and scales per layer; a temperature per layer and KV head; the lift adds none."""
     layers, kv_heads, dim, rank = shape
     gate = gates.make("spatial", GateConfig(layers, kv_heads, dim, rank, lift=128))
-    assert gate.counts() == {"query": dim * rank, "key": dim * rank, "scale": layers * rank, "heat": layers * kv_heads}
+    counts = {"key": dim * rank, "channels": layers * min(64, dim // 2), "scale": layers * rank, "heat": layers * kv_heads}
+    assert gate.counts() == counts
     assert sum(gate.counts().values()) == total < 5000
     with_thresholds = gates.make("spatial", GateConfig(layers, kv_heads, dim, rank, threshold=True))
     assert with_thresholds.counts()["threshold"] == layers * kv_heads
@@ -67,6 +68,28 @@ def test_an_untrained_spatial_gate_estimates_the_cosine():
     got = np.asarray(scored(gate.layer(0), query, key))
     cosine = np.einsum("bhgd,bhxd->bhx", query, key) / np.linalg.norm(query, axis=-1) / np.linalg.norm(key, axis=-1)
     assert np.corrcoef(got.ravel(), cosine.ravel())[0, 1] > 0.6
+
+
+def test_channel_weights_are_those_of_rotary_pairs():
+    """A key whose channels are weighed is what the gate makes of it without weights; queries likewise."""
+    gate = gates.make("spatial", GateConfig(2, 2, 32, rank=8, channels=8))
+    weights = jnp.arange(1.0, 17.0).reshape(2, 8)
+    plain = gate.layer(1)
+    weighed = gates.store.with_values(gate, {**gate.values(), "channels": weights}).layer(1)
+    each = jnp.tile(jnp.repeat(weights[1], 2), 2)
+    assert each[3] == each[2] == each[18] == weights[1, 1]
+    query, key = (jnp.asarray(x) for x in vectors())
+    np.testing.assert_allclose(scored(weighed, query, key), scored(plain, query * each, key * each), atol=1e-5)
+
+
+def test_a_tied_gate_has_one_projection():
+    one, two = (gates.make("spatial", GateConfig(1, 2, 32, rank=8, tied=tied)) for tied in (True, False))
+    assert set(two.values()) - set(one.values()) == {"query"}
+    query, key = vectors()
+    a, b = (scored(g.layer(0), query, key) for g in (one, two))
+    c = scored(gates.store.with_values(two, {**two.values(), "query": -two.values()["query"]}).layer(0), query, key)
+    np.testing.assert_allclose(a, b, atol=1e-6)
+    np.testing.assert_allclose(c, -b, atol=1e-5)
 
 
 @pytest.mark.parametrize("pool", ["mean", "softmax"])
@@ -189,7 +212,7 @@ def test_files_that_are_no_gates(tmp_path):
         tools.REGISTERED["hysparse"]().at(0, tools.tiny_model().config, 256)
 
 
-@pytest.mark.parametrize("options,words", [({"rank": 0}, "rank=0"), ({"rank": 33}, "rank=33"), ({"lift": 4}, "lift=4"),
+@pytest.mark.parametrize("options,words", [({"rank": 0}, "rank=0"), ({"rank": 33}, "rank=33"), ({"lift": 4}, "lift=4"), ({"channels": 5}, "channels=5"),
                                            ({"pool": "max"}, "pool='max'"), ({"inputs": "both"}, "inputs='both'")])  # fmt: skip
 def test_shapes_that_cannot_be(options, words):
     with pytest.raises(ConfigError, match=words):

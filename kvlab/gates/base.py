@@ -26,6 +26,9 @@ class GateConfig:
         index keys grow.
       inputs: queries and keys "post" or "pre" their rotary embedding.
       pool: how the query heads of a KV head are joined, "mean" or "softmax".
+      tied: whether queries and keys have one projection.
+      channels: how many weights each layer has, at most, for the channels of queries and keys before they are projected (one
+        for each pair that a rotary embedding turns, or for each few neighbouring pairs); 0 for none.
       threshold: whether each layer and KV head has a threshold, for selection by score instead of by number.
       index_heads: of the lightning indexer.
     """
@@ -37,6 +40,8 @@ class GateConfig:
     lift: int = 0
     inputs: str = "post"
     pool: str = "mean"
+    tied: bool = True
+    channels: int = 64
     threshold: bool = False
     index_heads: int = 4
 
@@ -44,6 +49,9 @@ class GateConfig:
         for name, value, allowed in (("inputs", self.inputs, INPUTS), ("pool", self.pool, POOLS)):
             if value not in allowed:
                 raise ConfigError(f"gate: {name}={value!r}; allowed: {', '.join(allowed)}")
+        pairs = self.head_dim // 2
+        if self.channels and (self.channels < 0 or pairs % min(self.channels, pairs)):
+            raise ConfigError(f"gate: channels={self.channels}; allowed: 0, a divisor of {pairs} (half of head_dim), or more")
         if not 1 <= self.rank <= self.head_dim or (self.lift and self.lift < self.rank):
             raise ConfigError(
                 f"gate: rank={self.rank}, lift={self.lift}; rank: 1 … {self.head_dim} (head_dim), lift: 0 or at least rank"

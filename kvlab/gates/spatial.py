@@ -47,7 +47,9 @@ def plain(x, pos, frequency):
 class SpatialLayer:
     """The gate of one layer: what selections and training call.
 
-        k̂ = unit(a ⊙ W k)        q̂ = unit(a ⊙ U q)        score(q, k) = e^t · q̂·k̂
+        k̂ = unit(a ⊙ W (c ⊙ k))        q̂ = unit(a ⊙ U (c ⊙ q))        score(q, k) = e^t · q̂·k̂
+
+    `query_DR` and `key_DR` hold U and W times the layer's channel weights c.
 
     Over the query heads of a KV head either the scores are averaged (`pool = "mean"`: one product per key) or the
     distributions over keys that they make are (`"softmax"`: the logarithm of their mean).
@@ -85,9 +87,11 @@ class SpatialLayer:
 class SpatialGate(Gate):
     """Parameters of the Spatial Gating Module for every layer of a model.
 
-    Two projections `[D, r]` shared by all layers and heads, a scale `[r]` per layer, a temperature per layer and KV head.
-    At r = 16 that is 4,864 for 32 layers of 8 KV heads of 128; both projections start equal, so that untrained scores
-    estimate the cosine of query and key.
+    A projection `[D, r]` shared by all layers and heads; per layer a weight for each pair of channels that a rotary embedding
+    turns (for each few neighbours among wide heads') and a scale `[r]`; a temperature per layer and KV head. At r = 16 that is
+    4,864 for 32 layers of 8 KV heads of 128. Queries and keys have one projection (`tied`) or two that start equal, so that
+    untrained scores estimate their cosine. Without channel weights layers that match single tokens are read badly: see
+    experiments/LOG.md.
     """
 
     kind = "spatial"
@@ -95,8 +99,11 @@ class SpatialGate(Gate):
     def __init__(self, config: GateConfig, seed: int = 0):
         super().__init__(config)
         start = np.random.default_rng([3, seed]).standard_normal((config.head_dim, config.rank)) / math.sqrt(config.head_dim)
-        self.query = GateParam(jnp.asarray(start, jnp.float32))
         self.key = GateParam(jnp.asarray(start, jnp.float32))
+        if not config.tied:
+            self.query = GateParam(jnp.asarray(start, jnp.float32))
+        if config.channels:
+            self.channels = GateParam(jnp.ones((config.layers, min(config.channels, config.head_dim // 2))))
         self.scale = GateParam(jnp.ones((config.layers, config.rank)))
         self.heat = GateParam(jnp.full((config.layers, config.kv_heads), math.log(10.0)))
         if config.threshold:
@@ -108,8 +115,13 @@ class SpatialGate(Gate):
 
     def layer(self, number, frequency=None) -> SpatialLayer:
         c = self.config
+        query, key = (self.key if c.tied else self.query)[...], self.key[...]
+        if c.channels:
+            pairs = jnp.repeat(self.channels[number], c.head_dim // 2 // self.channels.shape[1])
+            weight = jnp.tile(pairs, 2)[:, None]  # a pair is (i, i + D/2)
+            query, key = weight * query, weight * key
         return SpatialLayer(
-            self.query[...], self.key[...], self.scale[number], self.heat[number],
+            query, key, self.scale[number], self.heat[number],
             self.threshold[number] if c.threshold else None, frequency, orthonormal(c.rank, c.lift), c.pool,
         )  # fmt: skip
 

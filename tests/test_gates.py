@@ -212,7 +212,8 @@ def test_files_that_are_no_gates(tmp_path):
         tools.REGISTERED["hysparse"]().at(0, tools.tiny_model().config, 256)
 
 
-@pytest.mark.parametrize("options,words", [({"rank": 0}, "rank=0"), ({"rank": 33}, "rank=33"), ({"lift": 4}, "lift=4"), ({"channels": 5}, "channels=5"),
+@pytest.mark.parametrize("options,words", [({"rank": 0}, "rank=0"), ({"rank": 33}, "rank=33"), ({"lift": 4}, "lift=4"),
+                                           ({"channels": 5}, "channels=5"),
                                            ({"pool": "max"}, "pool='max'"), ({"inputs": "both"}, "inputs='both'")])  # fmt: skip
 def test_shapes_that_cannot_be(options, words):
     with pytest.raises(ConfigError, match=words):

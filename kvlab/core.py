@@ -135,9 +135,9 @@ class Codec:
 
         `by_page` takes a product for each page, where one over all of them would make XLA copy the pages side by side.
         """
-        if not by_page:
-            return jnp.einsum("bhqd,bhnpd->bhqnp", query_BHQD, self.decode(code))
         key = self.decode(code)
+        if not by_page:
+            return jnp.einsum("bhqd,bhnpd->bhqnp", query_BHQD, key)
         query = jnp.broadcast_to(query_BHQD[:, :, None], (*key.shape[:3], *query_BHQD.shape[2:]))
         return jnp.swapaxes(query @ jnp.swapaxes(key, 3, 4), 2, 3)
 

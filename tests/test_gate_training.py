@@ -230,6 +230,27 @@ def test_reading_everything_is_the_model(tiny, pool):
         assert seen.recall == pytest.approx(1, abs=1e-5) and seen.share == 1
 
 
+def test_a_prefill_without_gradients_is_the_one_with_them(tiny):
+    """Two ways of dense attention: keys and values of every layer agree, also where blocks do not fill a power of two."""
+    tokens = sequences(before=96).before
+    a, b = (jax.jit(lambda t, f=f: student.prefill(tiny.config, tiny.params, t, f))(tokens) for f in (True, False))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
+
+
+def test_a_joint_stage_trains_the_base_through_what_was_prefilled(tiny):
+    """The gradient counts what the base's parameters do to keys and values of the prompt: it is not the frozen prompt's."""
+    stage, (gate, made), data = LOSSES["joint"], trainer(tiny), sequences()
+    lm = lambda base, past: student.run(
+        tiny.config, base, gate, made.selection, student.Reading("straight_through", 0.75, detach=False), past, data.tokens
+    )[0]
+    cross = lambda logits: -jnp.take_along_axis(jax.nn.log_softmax(logits), data.target[..., None], -1).mean()
+    past = lambda base: student.prefill(tiny.config, base, data.before, frozen=False)
+    frozen = jax.jit(jax.grad(lambda base: cross(lm(base, past(tiny.params)))))(tiny.params)
+    trained = {"gate": values(gate), "base": tiny.params}
+    got = jax.jit(jax.grad(lambda t: made.model_loss(t, tiny.params, data, stage, 0.75)[0]))(trained)["base"]
+    assert np.abs(got["blocks"][0]["qkv"] - frozen["blocks"][0]["qkv"]).max() > 1e-3 * np.abs(frozen["blocks"][0]["qkv"]).max()
+
+
 @pytest.mark.parametrize("begin", [0, 128])
 def test_the_student_reads_as_the_decode_loop_does(tiny, tmp_path, begin):
     """Logits of the hard student equal those decoded with the gate after a prompt that was prefilled densely."""
@@ -299,6 +320,18 @@ def test_no_choice_covers_more_than_the_best_tokens(tiny):
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs
+
+
+def test_the_gate_of_lowest_divergence_is_kept(tmp_path):
+    """`distil` is the one metric of which less is better; a rate that ruins the gate makes a later one worse."""
+    stages = [{"loss": "kl", "steps": 4, "contexts": 2, "warmup": 1}, {"loss": "kl", "steps": 4, "warmup": 1, "rate": 30.0}]
+    (summary,) = loop.train(
+        small(stages=stages, selection={**SMALL["selection"], "sparsity": 0.97}, evaluate=[],
+              validate={"every": 2, "contexts": 1, "metric": "distil"}), out=tmp_path
+    )  # fmt: skip
+    lines = [json.loads(x) for x in (tmp_path / "train" / "small" / "metrics.jsonl").read_text().splitlines()]
+    seen = [line["held_out_distil"] for line in lines if "held_out_distil" in line]
+    assert summary["best"] == pytest.approx(min(seen)) and 0 < min(seen) < max(seen)
 
 
 def test_a_file_gives_a_gate_that_decodes(tmp_path):

@@ -76,8 +76,8 @@ def filled(length: int, selection):
     return caches, draw(2, 1, HEADS, GROUPS, DIM), jnp.full(1, length - 1)
 
 
-def attend(policy, cache, query, now):
-    done = policy.attend(cache, query, now, AttentionSpec(DIM**-0.5))
+def attend(made, cache, query, now):
+    done = made.attend(cache, query, now, AttentionSpec(DIM**-0.5))
     return done.out_BHQD, done.info.reads_BH
 
 

@@ -111,6 +111,11 @@ class Validate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metric: Literal["recall", "agreement", "accuracy", "distil"] = "recall"
     patience: int = 0
 
+    @property
+    def sign(self) -> int:
+        """What the metric is multiplied by, so that more is better."""
+        return -1 if self.metric == "distil" else 1
+
 
 class GateTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file as it stands, less its grid."""

@@ -79,7 +79,7 @@ def _train(name: str, training: GateTraining, folder: Folder, out: Path) -> dict
         "steps": int(lines[-1]["step"]),
         "seconds": round(sum(line["seconds"] for line in lines), 1),
         "metric": training.validate.metric,
-        "best": abs(float(state.score)),
+        "best": float(state.score) * training.validate.sign,
         "gate": str(folder.path / GATE),
         "evaluate": decoded(model, training, folder.path),
     }
@@ -171,7 +171,7 @@ class Fit:
             else:
                 found.append(self._judge(self.state.trained, self.model.params, self.records.batch([index])))
         mean = {f"held_out_{name}": float(np.mean([f[name] for f in found])) for name in found[0]}
-        score = jnp.float32(mean[f"held_out_{metric}"] * (-1 if metric == "distil" else 1))
+        score = jnp.float32(mean[f"held_out_{metric}"] * self.training.validate.sign)
         if score > self.state.score:
             best = jax.tree.map(np.array, self.state.trained)
             self.state = self.state._replace(best=best, score=score, since=jnp.int32(0))

@@ -130,6 +130,30 @@ def prefill(
     return jnp.moveaxis(out.reshape(B, H, T, G, D), 1, 2)
 
 
+def columns(query_BTHGD, key_BHTD, pos_BT, spec: AttentionSpec, query_block: int = 128) -> Float[Array, "B H T"]:
+    """What each token of a prompt got of all attention: the sum over queries, the mean over a KV head's query heads.
+
+    Exact, from whole rows of the causal softmax, one block of one KV head's queries at a time. Pads (EMPTY) give nothing.
+    """
+    B, T, H, G, D = query_BTHGD.shape
+    block = min(query_block, T)
+
+    def head(n):
+        row, head = n // H, n % H
+        key, pos = key_BHTD[row, head], pos_BT[row]
+
+        def step(total, first):
+            query = lax.dynamic_slice(query_BTHGD, (row, first, head, 0, 0), (1, block, 1, G, D))[0, :, 0]
+            now = lax.dynamic_slice_in_dim(pos, first, block)[:, None]
+            logits = spec.cap(jnp.einsum("qgd,td->qgt", query * spec.scale, key))
+            weight = jax.nn.softmax(jnp.where(spec.sees(pos, now)[:, None], logits, MASKED), -1).mean(1)
+            return total + jnp.where(now >= 0, weight, 0.0).sum(0), None
+
+        return lax.scan(step, jnp.zeros(T), jnp.arange(0, T, block))[0]
+
+    return lax.map(head, jnp.arange(B * H)).reshape(B, H, T)
+
+
 def _prefill_block(query_QD, key_TD, value_TD, first, spec: AttentionSpec, qb: int, kb: int):
     """The queries of `qb` tokens from position `first` on (Q / qb each): an online softmax over the key blocks they see."""
     Q, D = query_QD.shape

@@ -60,12 +60,17 @@ class Visibility(NamedTuple):
 class Retention:
     """Which tokens stay. Says how many slots it wants and ranks tokens; the policy masks, picks and moves.
 
+    A method is as many of these functions as it takes: most are `score` and `priority`.
+
     Attributes:
       unit: tokens evicted together while decoding: 1, 64 (a page), or None for whatever the other parts need.
       evicts: whether a full cache evicts (True) or refuses to grow (False).
       aligned: with pages as units, a prompt keeps whole aligned pages (as appending would have left them).
       pool: "max" or "mean": how the priorities of a page's tokens make the page's.
-      needs: what `score` is given besides, by keyword, of `NEEDS`; what nobody needs is not kept.
+      needs: what `score` is given besides, by keyword, of `kvlab.needs`; what nobody needs is not kept.
+      observes: `observe` is shown the attention of every token that is decoded.
+      renews: a token's score depends on the others that are stored, so it is not kept but taken anew, over all that is
+        stored, whenever something has to go. That reads every key and value: let such a retention evict pages.
     """
 
     needs: Any = ()
@@ -73,6 +78,8 @@ class Retention:
     evicts: Any = True
     aligned: Any = False
     pool: Any = "max"
+    observes: Any = False
+    renews: Any = False
 
     def budget(self, prompt: int, total: int, unit: int) -> int:
         """Tokens to keep for a prompt of `prompt` tokens in a sequence that may grow to `total`. Static."""
@@ -83,11 +90,20 @@ class Retention:
         return self
 
     def score(self, key, value, pos, **seen):
-        """A pytree of per-token state, leaves `[B, H, T, ...]`, from keys and values `[B, H, T, D]`, `pos [B, 1, T]`.
+        """A pytree of per-token state, leaves `[B, H, T, ...]`, from keys and values `[B, H, T, D]`, `pos [B, 1 or H, T]`.
 
-        `seen` holds what the retention `needs`.
+        Tokens come in order of position, pads (EMPTY) last. `seen` holds what the retention `needs`.
         """
         return ()
+
+    def fresh(self, key, value, pos, **seen):
+        """As `score`, for one token that comes after the prompt (T = 1): `seen` lacks what only prompts have."""
+        return self.score(key, value, pos, **seen)
+
+    def observe(self, state, weight, pos, now):
+        """The state after a token at position `now [B, 1, 1]` gave the stored tokens, at `pos [B, H, X]`, these attention
+        weights `[B, H, X]`: the mean over the query heads of a KV head. Its own weight is among them."""
+        raise NotImplementedError(f"{type(self).__name__} observes and must define observe(state, weight, pos, now)")
 
     def priority(self, state, pos, now):
         """Float `[B, H, X]` for tokens at `pos [B, H, X]`: the lowest goes first, −inf is never kept, ties go oldest first.
@@ -105,15 +121,18 @@ class Codec:
     """What a stored vector looks like. Arithmetic only; addresses are the layout's.
 
     A code is a dict of leaves `[B, H, N, p, C]` with p = 64 (per token) or 1 (per page). Every codec serves for keys and
-    for values; `KV` (kvlab/codec/kv.py) names one for each.
+    for values; `KV` (kvlab/codec/kv.py) names one for each. `pos [B, H, N, p]` is where the vectors' tokens stand, EMPTY
+    where there is none; most codecs have no use for it.
 
     Attributes:
       group: tokens that share a parameter: 1, or 64 for a scale over a page.
       in_place: codes are fp32 numbers that products read where they lie; otherwise at most BLOCK pages are unpacked.
+      residual: newest tokens that stay exact, at least; whole pages of them wait in the tail.
     """
 
     group: Any = 1
     in_place: Any = False
+    residual: Any = 0
 
     @property
     def keys(self) -> "Codec":
@@ -123,19 +142,31 @@ class Codec:
     def values(self) -> "Codec":
         return self
 
-    def encode(self, x_BHNPD) -> dict[str, jax.Array]:
+    def at(self, layer: int, model) -> "Codec":
+        """The part for one layer of a model (`ModelConfig`), for parts that differ by layer; idempotent."""
+        return self
+
+    def encode(self, x_BHNPD, pos_BHNP=None) -> dict[str, jax.Array]:
         raise NotImplementedError
 
-    def decode(self, code) -> jax.Array:
+    def decode(self, code, pos_BHNP=None) -> jax.Array:
         """Float32 `[B, H, N, p, D]`."""
         raise NotImplementedError
 
-    def scores(self, query_BHQD, code, by_page: bool = False):
-        """Logits `[B, H, Q, N, P]` of scaled queries against a block of codes.
+    def query(self, query_BHQD):
+        """What `scores` takes for these scaled queries; once, whatever is read. For codecs that store turned keys."""
+        return query_BHQD
+
+    def output(self, out_BHQD):
+        """Undoes what `encode` did to all values alike, on a sum of them; once, after everything coded was read."""
+        return out_BHQD
+
+    def scores(self, query_BHQD, code, by_page: bool = False, pos_BHNP=None):
+        """Logits `[B, H, Q, N, P]` of what `query` made of scaled queries against a block of codes.
 
         `by_page` takes a product for each page, where one over all of them would make XLA copy the pages side by side.
         """
-        key = self.decode(code)
+        key = self.decode(code, pos_BHNP)
         if not by_page:
             return jnp.einsum("bhqd,bhnpd->bhqnp", query_BHQD, key)
         query = jnp.broadcast_to(query_BHQD[:, :, None], (*key.shape[:3], *query_BHQD.shape[2:]))
@@ -168,6 +199,10 @@ class Layout:
     def write(self, memory, page_BH, offset_BH, code):
         """Writes `[B, H, 1, p, C]` at a page, or one token at (page, offset); pages ≥ N are dropped."""
         raise NotImplementedError
+
+    def head(self, memory, row, head):
+        """The memory of one row and head alone, as of a batch of one with one head."""
+        return jax.tree.map(lambda x: x[row, head][None, None], memory)
 
     def slice(self, memory, start, pages: int):
         """Canonical codes of consecutive pages."""
@@ -269,17 +304,11 @@ def kept(length: int, ratio: float) -> int:
 # ----------------------------------------------------------------------------------------------- what passes between
 
 
-# What a retention may ask for: "hidden", the layer's input [B, 1, T, E], the residual stream before its norm; "importance"
-# [B, H, T], what a replay of the prompt says (kvlab/replay.py), ∞ for tokens that came after it.
-NEEDS = ("hidden", "importance")
-REPLAYED = frozenset({"importance"})  # of these, what takes a pass of its own after prefill
-
-
 @part
 class Record:
     """What one layer's prefill leaves behind for every policy: post-RoPE keys, values, positions (EMPTY in pads).
 
-    `seen` holds what the policies need besides, by the names in `NEEDS`, `[B, 1 or H, T, ...]`.
+    `seen` holds what the policies need besides, by the names in `kvlab.needs`.
     """
 
     key_BHTD: Any
@@ -292,19 +321,20 @@ class Record:
 class Cache:
     """One layer's cache.
 
-    `opened` counts the units (tokens or pages) that were ever placed, up to the budget; `open` is the page being filled
-    and `offset` how many tokens it holds (64: none is open). Both are unused where tokens are replaced one by one.
-    `lost` is the position of the token that last made the cache drop others, −1 if nothing ever was: the cache can be cut
-    back to any length above it.
+    `opened` counts the units (tokens or pages) that were ever placed, up to the budget. `waiting` numbers the pages whose
+    vectors lie in the tail, oldest first, −1 where there is none; the last of them is the open page and `offset` how many
+    tokens it holds (64: none is open). Both are unused where tokens are replaced one by one. `lost` is the position of the
+    token that last made the cache drop others, −1 if nothing ever was: the cache can be cut back to any length above it.
     """
 
     pos: Any  # [B, H, N, P] int32
     opened: Any  # [B, H] int32
-    open: Any  # [B, H] int32
+    waiting: Any  # [B, H, W] int32
     offset: Any  # [B, H] int32
     lost: Any  # [B, H] int32
     memory: Any  # the layout's
-    tail: Any  # (keys, values) of the open page, [B, H, P, D], or ()
+    tail: Any  # (keys, values) of the waiting pages, [B, H, W, P, D], or ()
     retained: Any  # the retention's per-token state, leaves [B, H, N, P, ...]
+    carried: Any  # what a retention that renews needs of the prompt, leaves [B, H, ...]
     index: Any  # the selection's state
     budget: int = static(default=0)  # tokens

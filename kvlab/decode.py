@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab import compilation, loop, replay
-from kvlab.core import EMPTY, PAGE, REPLAYED, Record
+from kvlab.core import EMPTY, PAGE, Record
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.loop import State
 from kvlab.models import Model
 from kvlab.models.config import ModelConfig
+from kvlab.needs import OF_PROMPTS, REPLAYED, blank
 from kvlab.policy import Policy
 from kvlab.retention import Window
 from kvlab.sampling import Sampling
@@ -113,13 +114,15 @@ class Engine:
         `options` are those of `start` after `new_tokens`, without `rows`.
         """
         policies, sizes, limit = self._plan(prompts, policy, new_tokens)
-        if replayed := needs(policies) & REPLAYED:
+        whole = REPLAYED.union(OF_PROMPTS)
+        asked = {name for p in policies if not p.retention.observes for name in p.retention.needs}
+        if early := (needs(policies) & REPLAYED) | (asked & whole):
             raise ConfigError(
-                f"the policy needs {sorted(replayed)}, a replay of the whole prompt; write engine.prefill, not stream"
+                f"the policy needs {sorted(early)}, which takes the whole prompt at once; write engine.prefill, not stream"
             )
         c, B = self.config, len(prompts)
         nothing = jnp.zeros((B, c.kv_heads, PAGE, c.head_dim))
-        seen = {name: jnp.zeros((B, 1, PAGE, c.hidden)) for name in needs(policies)}
+        seen = blank(needs(policies), B, c.kv_heads, c.groups, PAGE, c.hidden, c.head_dim)
         record = Record(nothing, nothing, jnp.full((B, PAGE), EMPTY), seen)
         caches = tuple(loop.fill(p, record, budget) for p, budget in zip(policies, sizes))
         options = {"forced": (), "stops": (), "sampling": None, "seed": 0, **options}
@@ -182,4 +185,4 @@ def per_layer(policy: Policy | Sequence[Policy], config: ModelConfig) -> tuple[P
 
 def needs(policies: Sequence[Policy]) -> set[str]:
     """What the policies need of a prompt besides keys and values, for `Engine.prefill`."""
-    return {name for policy in policies for name in policy.retention.needs}
+    return {name for policy in policies for name in policy.retention.needs} - {"budget"}

@@ -16,6 +16,7 @@ from kvlab import attention, compilation, sampling
 from kvlab.core import EMPTY, Cache, Record, part
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
+from kvlab.needs import Pass, Prompt, of_prompt, of_tokens
 from kvlab.policy import Policy
 
 
@@ -58,7 +59,7 @@ class Steps(NamedTuple):
 def prefill(config: ModelConfig, params, tokens_BT, length_B, needs: frozenset = frozenset()):
     """Records of all layers and the logits after each row's last token. Pads lie on the right.
 
-    `needs` names what the records hold besides keys and values (`kvlab.core.NEEDS`).
+    `needs` names what the records hold besides keys and values (`kvlab.needs`), without a replay.
     """
     model = bind(config, params)
     pos_T = jnp.arange(tokens_BT.shape[1])
@@ -66,20 +67,21 @@ def prefill(config: ModelConfig, params, tokens_BT, length_B, needs: frozenset =
     records = []
 
     def attend(layer, query, key, value, x):
+        spec, frequency = config.attention(layer), config.rope(layer).frequencies(config.head_dim)
+        own = _seen(config, model, layer, x, value, needs)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        records.append(Record(key, value, pos_BT, {name: seen(x)[name] for name in sorted(needs)}))
-        return attention.prefill(query, key, value, config.attention(layer))
+        prompt = Prompt(query, key, pos_BT, spec, frequency)
+        records.append(Record(key, value, pos_BT, {**own, **of_prompt(prompt, needs)}))
+        return attention.prefill(query, key, value, spec)
 
     x = model(tokens_BT, pos_T[None], attend)
     return tuple(records), model.logits(_last(x, length_B))
 
 
-def seen(x):
-    """What a retention may need of the layer's input `[B, ..., hidden]`, without a replay; with an axis for heads.
-
-    The names are those of `kvlab.core.NEEDS`.
-    """
-    return {"hidden": x[:, None], "importance": jnp.full((len(x), 1, *x.shape[1:-1]), jnp.inf)}
+def _seen(config: ModelConfig, model, layer: int, x, value, needs):
+    """What retentions may need of tokens with layer inputs `x [B, ..., hidden]`: those of `needs` that every token has."""
+    out = model.blocks[layer].out[...].reshape(config.hidden, config.kv_heads, config.groups, config.head_dim)
+    return of_tokens(Pass(x, value, out), needs)
 
 
 def _last(x_BTD, length_B):
@@ -103,8 +105,9 @@ def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, le
     new = []
 
     def attend(layer, query, key, value, x):
+        policy, seen = policies[layer], _seen(config, model, layer, x, value, policies[layer].retention.needs)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        out, cache = policies[layer].extend(caches[layer], query, key, value, pos_BT, config.attention(layer), seen(x))
+        out, cache = policy.extend(caches[layer], query, key, value, pos_BT, config.attention(layer), seen)
         new.append(cache)
         return out
 
@@ -159,8 +162,9 @@ def _layers(config, model, policies, caches, token_B, pos_B, live_B):
     def attend(layer, query, key, value, x):
         nonlocal shared
         policy = policies[layer]
-        cache = policy.append(caches[layer], key, value, pos_B, live_B, seen(x))
-        done = policy.attend(cache, query, pos_B, config.attention(layer), shared)
+        seen = _seen(config, model, layer, x, value, policy.retention.needs)
+        cache = policy.append(caches[layer], key, value, pos_B, live_B, seen)
+        done = policy.attend(cache, query, pos_B, config.attention(layer), shared, live_B)
         shared = done.shared
         new.append(done.cache)
         infos.append(done.info)

@@ -83,13 +83,13 @@ def gated_share(read: float, layers: int, gated: int) -> float:
 def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: int) -> int:
     """Bytes that one layer's cache must have, from the parts' own figures. Equal to `resident` exactly.
 
-    For parts without state of their own; a page takes its codes and 64 positions, a row and head four counters and,
-    where codes are committed by the page, a raw tail.
+    For parts without state of their own; a page takes its codes and 64 positions, a row and head three counters, one for
+    each page that waits to be full and, where codes are committed by the page, these pages' raw vectors.
     """
     pages = -(-budget // PAGE)
     codes = page_bytes(policy, head_dim)
-    tail = 2 * PAGE * head_dim * 4 if policy.tailed else 0
-    return batch * kv_heads * (pages * (codes + PAGE * POSITION) + tail + 4 * 4)
+    tail = policy.waits * 2 * PAGE * head_dim * 4 if policy.tailed else 0
+    return batch * kv_heads * (pages * (codes + PAGE * POSITION) + tail + (3 + policy.waits) * 4)
 
 
 @dataclasses.dataclass(frozen=True)

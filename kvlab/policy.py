@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvlab import reading
+from kvlab import needs, reading
 from kvlab.attention import AttentionSpec
-from kvlab.core import EMPTY, NEEDS, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
-from kvlab.errors import RefusedPolicy
+from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
+from kvlab.errors import ConfigError, RefusedPolicy
 
 
 class Attended(NamedTuple):
@@ -38,13 +38,18 @@ class Policy:
 
     def conflicts(self):
         """The reasons why these four cannot work together, as sentences."""
-        keep, group = self.retention, self.group
+        keep = self.retention
         if keep.unit not in (None, 1, PAGE):
             yield f"{keep} has unit={keep.unit}; allowed: None, 1 or {PAGE}"
-        if keep.evicts and keep.unit == 1 and group > 1:
+        if keep.evicts and keep.unit == 1 and self.group > 1:
             yield (
-                f"{keep} replaces single tokens, but {self.codec} shares one scale among the {group} tokens of a page; "
+                f"{keep} replaces single tokens, but {self.codec} shares one scale among the {self.group} tokens of a page; "
                 f"let the retention evict pages (unit={PAGE}) or give the codec a scale per token"
+            )
+        if keep.evicts and keep.unit == 1 and self.residual:
+            yield (
+                f"{keep} replaces single tokens, but {self.codec} keeps whole pages of the newest exact; "
+                f"let the retention evict pages (unit={PAGE}) or give the codec residual=0"
             )
         if keep.evicts and keep.unit == 1 and self.layout.whole_pages:
             yield (
@@ -56,17 +61,23 @@ class Policy:
                 f"{self.selection} passes slots from layer to layer, but {keep} moves tokens to other slots in each; "
                 "use a retention that keeps all, or a selection of the layer's own"
             )
-        if unknown := set(keep.needs) - set(NEEDS):
-            yield f"{keep} needs {sorted(unknown)}; allowed: {', '.join(NEEDS)}"
+        if keep.observes and not self.selection.reads_all:
+            yield (
+                f"{keep} watches the attention that every stored token gets, but {self.selection} does not read all of them; "
+                "use read_all, or a retention that does not observe"
+            )
+        if unknown := set(keep.needs) - set(needs.ALL):
+            yield f"{keep} needs {sorted(unknown)}; allowed: {', '.join(needs.ALL)}"
 
     def at(self, layer: int, model) -> "Policy":
         """The policy for one layer of a model (`ModelConfig`), for parts that differ by layer; idempotent."""
         dim = model.head_dim
-        per_token = (self.codec.keys.page_bytes(dim) + self.codec.values.page_bytes(dim)) / PAGE
+        codec = self.codec.at(layer, model)
+        per_token = (codec.keys.page_bytes(dim) + codec.values.page_bytes(dim)) / PAGE
         keep, select = self.retention.at(layer, model), self.selection.at(layer, model, per_token)
-        if keep is self.retention and select is self.selection:
+        if keep is self.retention and codec is self.codec and select is self.selection:
             return self
-        return dataclasses.replace(self, retention=keep, selection=select)
+        return dataclasses.replace(self, retention=keep, codec=codec, selection=select)
 
     def for_rows(self, index) -> "Policy":
         """The policy for the named rows of a batch."""
@@ -77,19 +88,33 @@ class Policy:
         return max(self.codec.keys.group, self.codec.values.group)
 
     @property
-    def unit(self) -> int:
-        """Tokens placed and evicted together."""
-        return max(self.retention.unit or 1, self.group, PAGE if self.layout.whole_pages else 1)
+    def residual(self) -> int:
+        return max(self.codec.keys.residual, self.codec.values.residual)
 
     @property
     def tailed(self) -> bool:
-        """Whether the codes of the open page wait in a raw tail."""
-        return self.group > 1 or self.layout.whole_pages
+        """Whether the codes of the newest pages wait in a raw tail."""
+        return self.group > 1 or self.layout.whole_pages or self.residual > 0
+
+    @property
+    def unit(self) -> int:
+        """Tokens placed and evicted together."""
+        return PAGE if self.tailed else self.retention.unit or 1
+
+    @property
+    def waits(self) -> int:
+        """Pages that wait to be full: the open one, and as many as keep `residual` tokens exact when one was just opened."""
+        return 1 - -self.residual // PAGE if self.unit > 1 else 0
 
     def budget(self, prompt: int, total: int) -> int:
-        """Tokens that a cache holds, in whole units."""
-        want = min(self.retention.budget(prompt, total, self.unit), total)
-        return -(-max(want, 1) // self.unit) * self.unit
+        """Tokens that a cache holds, in whole units. Errors: ConfigError where the tail would not fit."""
+        want = max(min(self.retention.budget(prompt, total, self.unit), total), 1)
+        if self.waits > 1 and self.retention.evicts and want < min(total, self.waits * PAGE):
+            raise ConfigError(
+                f"{self.retention} keeps {want} tokens, but the newest pages that {self.codec} leaves exact need "
+                f"{self.waits * PAGE}; keep as many or ask for a smaller residual"
+            )
+        return -(-want // self.unit) * self.unit
 
     # ------------------------------------------------------------------------------------------------------- filling
 
@@ -101,7 +126,8 @@ class Policy:
         """
         B, H, T, D = record.key_BHTD.shape
         N = -(-budget // PAGE)
-        seen = {name: record.seen[name] for name in self.retention.needs}
+        seen = {"budget": budget, **record.seen}
+        seen = {name: seen[name] for name in self.retention.needs}
         score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **seen)
         index, ok = self._keep(record, score, budget, N * PAGE)
         safe = jnp.where(ok, index, 0)
@@ -115,20 +141,31 @@ class Policy:
         pos_BHT = jnp.broadcast_to(record.pos_BT[:, None], (B, H, T)).astype(jnp.int32)
         pos = jnp.where(ok.reshape(B, H, N, PAGE), gather(pos_BHT), EMPTY)
         count = ok.sum(-1, dtype=jnp.int32)
-        open_, offset = jnp.maximum(count - 1, 0) // PAGE, (count - 1) % PAGE + 1
-        tail: tuple = ()
-        if self.tailed:
-            tail = tuple(jnp.take_along_axis(x, open_[..., None, None, None], 2)[:, :, 0] for x in (key, value))
-        memory = self.layout.pack(self._encode(key, value))
+        waiting, offset = self._waiting(count)
+        named = jnp.maximum(waiting, 0)[..., None, None]
+        tail = tuple(jnp.take_along_axis(x, named, 2) for x in (key, value)) if self.tailed else ()
+        memory = self.layout.pack(self._encode(key, value, pos))
+        kept, carried = (), {}
+        if self.retention.renews:
+            carried = {name: seen[name] for name in needs.CARRIED & seen.keys()}
+        else:
+            kept = jax.tree.map(gather, score)
         now = record.pos_BT.max(-1)[:, None]
         lost = jnp.where(count < (record.pos_BT >= 0).sum(-1)[:, None], now, EMPTY).astype(jnp.int32)
         return Cache(
-            pos, -(-count // self.unit), open_, offset, lost, memory, tail,
-            jax.tree.map(gather, score), self.selection.start(key, pos), budget,
+            pos, -(-count // self.unit), waiting, offset, lost, memory, tail,
+            kept, carried, self.selection.start(key, pos), budget,
         )  # fmt: skip
 
-    def _encode(self, key, value):
-        return {"k": self.codec.keys.encode(key), "v": self.codec.values.encode(value)}
+    def _waiting(self, count_BH):
+        """The pages in the tail of a cache that holds `count` tokens in order, and how many tokens the open one has."""
+        last, offset = (count_BH - 1) // PAGE, (count_BH - 1) % PAGE + 1
+        open_ = jnp.where(offset < PAGE, last, last + 1)
+        number = open_[..., None] + jnp.arange(1 - self.waits, 1)
+        return jnp.where((number >= 0) & (number <= last[..., None]), number, EMPTY).astype(jnp.int32), offset
+
+    def _encode(self, key, value, pos):
+        return {"k": self.codec.keys.encode(key, pos), "v": self.codec.values.encode(value, pos)}
 
     def _keep(self, record: Record, score, budget: int, slots: int):
         """Indices into T of the tokens kept, in order, padded to `slots`; and which are real."""
@@ -180,18 +217,21 @@ class Policy:
         alone = fresh if self.unit > 1 else (cache.pos[row, head, jnp.minimum(page, N - 1)] < 0).all(-1)
         pos = cache.pos.at[row, head, cleared].set(EMPTY, mode="drop")
         pos = pos.at[row, head, page, offset].set(jnp.broadcast_to(pos_B[:, None], page.shape), mode="drop")
-        tail, memory = self._store(cache, page, offset, key_BHD, value_BHD)
-        needed = {name: seen[name][:, :, None] for name in self.retention.needs}
-        score = self.retention.score(key_BHD[:, :, None], value_BHD[:, :, None], pos_B[:, None, None], **needed)
-        put = lambda old, new: old.at[row, head, page, offset].set(new[:, :, 0], mode="drop")
+        waiting, tail, memory = self._store(cache, page, offset, key_BHD, value_BHD, pos, pos_B)
+        retained = cache.retained
+        if not self.retention.renews:
+            given = {"budget": cache.budget, **{name: x[:, :, None] for name, x in (seen or {}).items()}}
+            given = {name: given[name] for name in self.retention.needs if name in given}
+            score = self.retention.fresh(key_BHD[:, :, None], value_BHD[:, :, None], pos_B[:, None, None], **given)
+            put = lambda old, new: old.at[row, head, page, offset].set(new[:, :, 0], mode="drop")
+            retained = jax.tree.map(put, retained, score)
         return Cache(
             pos,
             jnp.minimum(cache.opened + fresh, cache.budget // self.unit),
-            jnp.where(live, page, cache.open),
+            waiting,
             jnp.where(live, offset + 1, cache.offset),
             jnp.where(evicts, pos_B[:, None], cache.lost),
-            memory, tail,
-            jax.tree.map(put, cache.retained, score),
+            memory, tail, retained, cache.carried,
             self.selection.write(cache.index, page, offset, key_BHD, pos_B, alone), cache.budget,
         )  # fmt: skip
 
@@ -203,7 +243,7 @@ class Policy:
             evicts = fresh & (cache.opened >= cache.budget // self.unit)
             unit = lax.cond(evicts.any(), lambda: jnp.where(evicts, self._victim(cache, pos_B), unit), lambda: unit)
         if self.unit > 1:
-            return jnp.where(fresh, unit, cache.open), jnp.where(fresh, 0, cache.offset), fresh, evicts
+            return jnp.where(fresh, unit, cache.waiting[..., -1]), jnp.where(fresh, 0, cache.offset), fresh, evicts
         return unit // PAGE, unit % PAGE, fresh, evicts
 
     def _victim(self, cache: Cache, pos_B):
@@ -211,10 +251,12 @@ class Policy:
         B, H, N, _ = cache.pos.shape
         flat = lambda x: x.reshape(B, H, N * PAGE, *x.shape[4:])
         pos = flat(cache.pos)
-        priority = self.retention.priority(jax.tree.map(flat, cache.retained), pos, pos_B[:, None, None])
+        state = self._renewed(cache) if self.retention.renews else jax.tree.map(flat, cache.retained)
+        priority = self.retention.priority(state, pos, pos_B[:, None, None])
         priority = jnp.broadcast_to(priority, pos.shape).astype(jnp.float32)
         if self.unit > 1:
             priority = self._pool(priority.reshape(cache.pos.shape), cache.pos)
+            priority = jnp.where(reading.in_tail(cache, jnp.arange(N)), jnp.inf, priority)
             pos = cache.pos.max(-1)
         else:
             priority = jnp.where(pos >= 0, priority, -jnp.inf)[..., : cache.budget]
@@ -222,34 +264,88 @@ class Policy:
         lowest = priority == priority.min(-1, keepdims=True)
         return jnp.argmin(jnp.where(lowest, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
 
-    def _store(self, cache: Cache, page, offset, key_BHD, value_BHD):
-        """The new token's codes: into memory at once, or into the tail, which is committed when its page is full."""
+    def _renewed(self, cache: Cache):
+        """The retention's state of all that is stored, `[B, H, N·P, ...]`, from keys and values as they are read."""
+        B, H, N, _ = cache.pos.shape
+
+        def head(n):
+            row, head = n // H, n % H
+            one = lambda x: x[row, head][None, None]
+            code = self.layout.slice(self.layout.head(cache.memory, row, head), 0, N)
+            where, (keys, values) = one(cache.pos), (self.codec.keys, self.codec.values)
+            key = keys.output(keys.decode(code["k"], where))
+            value = values.output(values.decode(code["v"], where))
+            if self.tailed:
+                number = jnp.where(cache.waiting[row, head] < 0, N, cache.waiting[row, head])
+                key, value = (x.at[:, :, number].set(one(tail), mode="drop") for x, tail in zip((key, value), cache.tail))
+            pos = where.reshape(1, 1, -1)
+            order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), -1)
+            sort = lambda x: jnp.take_along_axis(x, order.reshape(1, 1, -1, *(1,) * (x.ndim - 3)), 2)
+            key, value = (sort(x.reshape(1, 1, N * PAGE, -1)) for x in (key, value))
+            seen = {"budget": cache.budget, **jax.tree.map(one, cache.carried)}
+            state = self.retention.score(key, value, sort(pos), **{name: seen[name] for name in self.retention.needs})
+            back = jnp.argsort(order, -1)
+            return jax.tree.map(lambda x: jnp.take_along_axis(x, back.reshape(1, 1, -1, *(1,) * (x.ndim - 3)), 2)[0, 0], state)
+
+        found = lax.map(head, jnp.arange(B * H))
+        return jax.tree.map(lambda x: x.reshape(B, H, *x.shape[1:]), found)
+
+    def _store(self, cache: Cache, page, offset, key_BHD, value_BHD, pos_BHNP, pos_B):
+        """The new token's codes: into memory at once, or into the tail. Returns the waiting pages, the tail, the memory.
+
+        When a page is full, the oldest in the tail is committed, and the others make room for the next.
+        """
+        N, row_head, last = cache.pos.shape[2], _index(page), self.waits - 1
+        used = page < N
+        full, waiting = used & (offset == PAGE - 1), cache.waiting
+        if self.unit > 1:
+            waiting = waiting.at[..., last].set(jnp.where(used, page, waiting[..., last]))
         if not self.tailed:
-            code = self._encode(key_BHD[:, :, None, None], value_BHD[:, :, None, None])
-            return (), self.layout.write(cache.memory, page, offset, code)
-        N = cache.pos.shape[2]
-        row, head = _index(page)
-        at = jnp.where(page < N, offset, PAGE)
-        tail = tuple(x.at[row, head, at].set(y, mode="drop") for x, y in zip(cache.tail, (key_BHD, value_BHD)))
-        full = (page < N) & (offset == PAGE - 1)
-        commit = lambda m: self.layout.write(m, jnp.where(full, page, N), None, self._encode(*(x[:, :, None] for x in tail)))
-        return tail, lax.cond(full.any(), commit, lambda m: m, cache.memory)
+            pos = jnp.broadcast_to(pos_B[:, None, None, None], (*page.shape, 1, 1))
+            code = self._encode(key_BHD[:, :, None, None], value_BHD[:, :, None, None], pos)
+            waiting = jnp.where(full[..., None], EMPTY, waiting)
+            return waiting, (), self.layout.write(cache.memory, page, offset, code)
+        at = (*row_head, last, jnp.where(used, offset, PAGE))
+        tail = tuple(x.at[at].set(y, mode="drop") for x, y in zip(cache.tail, (key_BHD, value_BHD)))
+
+        def commit(waiting, tail, memory):
+            page = waiting[..., 0]
+            pos = jnp.take_along_axis(pos_BHNP, jnp.maximum(page, 0)[..., None, None], 2)
+            code = self._encode(tail[0][:, :, :1], tail[1][:, :, :1], pos)
+            memory = self.layout.write(memory, jnp.where(full & (page >= 0), page, N), None, code)
+            moved = jnp.concatenate([waiting[..., 1:], jnp.full_like(page, EMPTY)[..., None]], -1)
+            shift = lambda x: jnp.where(full[..., None, None, None], jnp.roll(x, -1, 2), x) if last else x
+            return jnp.where(full[..., None], moved, waiting), tuple(map(shift, tail)), memory
+
+        return lax.cond(full.any(), commit, lambda *same: same, waiting, tail, cache.memory)
 
     # ----------------------------------------------------------------------------------------------------- attending
 
-    def attend(self, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None) -> Attended:
+    def attend(self, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None, live_B=None) -> Attended:
         """Attention of one token's queries (Q = G query heads of a KV head) at positions `pos_B` over the cache.
 
         A row with nothing to read gives output 0, lse −inf and gradient 0. `shared` is what the layers before passed on.
+        The cache that comes back is the one given, unless the retention observes what `live` rows attend to.
         """
         out, lse, info, shared = reading.token(self, cache, query_BHQD, pos_B, spec, shared)
+        if self.retention.observes:
+            cache = self._observed(cache, reading.weights(self, cache, query_BHQD, pos_B, spec, lse), pos_B, live_B)
         return Attended(out, lse, info, cache, shared)
+
+    def _observed(self, cache: Cache, weight_BHNP, pos_B, live_B) -> Cache:
+        flat = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])
+        state = jax.tree.map(flat, cache.retained)
+        new = self.retention.observe(state, flat(weight_BHNP), flat(cache.pos), pos_B[:, None, None])
+        live = jnp.ones(pos_B.shape, bool) if live_B is None else live_B
+        keep = lambda new, old: jnp.where(live.reshape(-1, *(1,) * (old.ndim - 1)), new.reshape(old.shape), old)
+        return dataclasses.replace(cache, retained=jax.tree.map(keep, new, cache.retained))
 
     def extend(self, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec, seen=None):
         """A chunk of a prompt: its attention over the cache and over itself `[B, T, H, G, D]`, then the cache that holds it too.
 
         What feeding the tokens one by one gives (positions EMPTY are pads, on the right), except that a chunk reads all
         that is stored, whatever the selection, and its own tokens before the codec rounds them or the retention drops them.
+        A retention that observes is shown, token by token, the attention over what is stored by then.
         """
         out = reading.chunk(self, cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec)
         # written only after the old cache was read, or XLA keeps a copy of it: a zero that it cannot see to be one
@@ -259,9 +355,11 @@ class Policy:
 
         def step(t, cache):
             pos = pos_BT[:, t]
-            return self.append(
-                cache, key[:, :, t], value[:, :, t], pos, pos >= 0, {n: x[:, :, t] for n, x in (seen or {}).items()}
-            )
+            given = {name: x[:, :, t] for name, x in (seen or {}).items()}
+            cache = self.append(cache, key[:, :, t], value[:, :, t], pos, pos >= 0, given)
+            if not self.retention.observes:
+                return cache
+            return self.attend(cache, query_BTHGD[:, t], pos, spec, live_B=pos >= 0).cache
 
         return out, lax.fori_loop(0, pos_BT.shape[1], step, cache)
 
@@ -280,9 +378,11 @@ class Policy:
         held = (pos >= 0).sum(-1, dtype=jnp.int32)
         if self.unit == 1:
             return dataclasses.replace(cache, pos=pos, opened=held.sum(-1))
-        left = jnp.take_along_axis(held, cache.open[..., None], 2)[..., 0]
-        offset = jnp.where((cache.offset < PAGE) & (left > 0), left, PAGE)
-        return dataclasses.replace(cache, pos=pos, opened=(held > 0).sum(-1, dtype=jnp.int32), offset=offset)
+        left = jnp.take_along_axis(held, jnp.maximum(cache.waiting, 0), 2)
+        waiting = jnp.where(left > 0, cache.waiting, EMPTY)
+        offset = jnp.where(waiting[..., -1] >= 0, left[..., -1], PAGE)
+        opened = (held > 0).sum(-1, dtype=jnp.int32)
+        return dataclasses.replace(cache, pos=pos, opened=opened, waiting=waiting, offset=offset)
 
     def room(self, cache: Cache):
         """Tokens that each row can still take, `[B, H]`; a cache that evicts has always room."""

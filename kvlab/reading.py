@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvlab import attention
-from kvlab.attention import AttentionSpec, Partial
-from kvlab.core import BLOCK, NO_BOUND, PAGE, Around, Cache, Pages, Tokens
+from kvlab.attention import MASKED, AttentionSpec, Partial
+from kvlab.core import BLOCK, EMPTY, NO_BOUND, PAGE, Around, Cache, Pages, Tokens
 
 
 class Info(NamedTuple):
@@ -27,18 +27,20 @@ class Info(NamedTuple):
 def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None):
     """One token's queries over what the selection names: output `[B, H, Q, D]`, log-sum-exp `[B, H, Q]`, `Info`, `shared`."""
     query, sees = query_BHQD * spec.scale, _sight(policy, spec, pos_B[:, None])
+    coded = policy.codec.keys.query(query)
     tail_ok, bound = jnp.ones((), bool), jnp.full(cache.opened.shape, NO_BOUND)
     picked = Pages(None)
     if not policy.selection.reads_all:
         visible = sees(cache.pos)[:, :, 0]
-        around = Around(shared, functools.partial(_logits, policy, cache, query, spec))
+        around = Around(shared, functools.partial(_logits, policy, cache, query, coded, spec))
         picked = policy.selection.select(cache.index, query, visible, cache, around)
         bound = bound if picked.bound is None else picked.bound
         shared = shared if picked.shared is None else picked.shared
     if picked.index is None:
-        done, reads = _everything(policy, cache, query, sees, spec, in_one=True)
+        done, reads = _everything(policy, cache, coded, sees, spec, in_one=True)
     else:
-        done, reads, tail_ok = _picked(policy, cache, query, visible, picked, spec)
+        done, reads, tail_ok = _picked(policy, cache, coded, visible, picked, spec)
+    done = done._replace(out=policy.codec.values.output(done.out))
     if policy.tailed:
         done = attention.merge(done, _tail(cache, query, sees, tail_ok, spec))
     out, lse, entropy = attention.finish(done)
@@ -50,10 +52,13 @@ def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec:
     B, T, H, G, D = query_BTHGD.shape
     query = jnp.moveaxis(query_BTHGD, 1, 2).reshape(B, H, T * G, D) * spec.scale
     sees = _sight(policy, spec, jnp.repeat(pos_BT, G, 1))
-    done, _ = _everything(policy, cache, query, sees, spec, in_one=False)
+    done, _ = _everything(policy, cache, policy.codec.keys.query(query), sees, spec, in_one=False)
+    done = done._replace(out=policy.codec.values.output(done.out))
     if policy.tailed:
         done = attention.merge(done, _tail(cache, query, sees, jnp.ones((), bool), spec))
-    own = _raw(query, key_BHTD, value_BHTD, sees(jnp.broadcast_to(pos_BT[:, None, None], (B, H, 1, T))), spec)
+    own = _raw(
+        query, key_BHTD[:, :, None], value_BHTD[:, :, None], sees(jnp.broadcast_to(pos_BT[:, None, None], (B, H, 1, T))), spec
+    )
     out, _, _ = attention.finish(attention.merge(done, own))
     return jnp.moveaxis(out.reshape(B, H, T, G, D), 2, 1)
 
@@ -73,20 +78,29 @@ def _nothing(query) -> Partial:
     return attention.nothing(*query.shape)
 
 
-def _in_tail(cache: Cache, number):
-    """Which of the pages `number` have their codes in the tail (the open one, until it is full), `[B, H, N]`."""
-    return (cache.offset < PAGE)[..., None] & (number == cache.open[..., None])
+def in_tail(cache: Cache, number):
+    """Which of the pages `number [N]` wait in the tail, `[B, H, N]`."""
+    return (number[:, None] == cache.waiting[:, :, None]).any(-1)
 
 
-def _coded(policy, query, code, ok, spec, by_page=False) -> Partial:
-    logits = spec.cap(policy.codec.keys.scores(query, code["k"], by_page))
+def weights(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, lse_BHQ):
+    """What one token's queries gave each stored token, the mean over Q: `[B, H, N, P]`. Reads every key once more."""
+    query = query_BHQD * spec.scale
+    logits = _logits(policy, cache, query, policy.codec.keys.query(query), spec)
+    ok = _sight(policy, spec, pos_B[:, None])(cache.pos)
+    lse = jnp.where(jnp.isfinite(lse_BHQ), lse_BHQ, 0.0)[..., None, None]
+    return jnp.where(ok, jnp.exp(jnp.where(ok, logits, MASKED) - lse), 0.0).mean(2)
+
+
+def _coded(policy, query, code, ok, spec, pos, by_page=False) -> Partial:
+    logits = spec.cap(policy.codec.keys.scores(query, code["k"], by_page, pos))
     return attention.partial(logits, ok, lambda w: policy.codec.values.mix(w, code["v"]))
 
 
-def _raw(query, key_BHPD, value_BHPD, ok, spec) -> Partial:
-    """Over a page or a chunk that is not coded."""
-    logits = spec.cap(jnp.einsum("bhqd,bhpd->bhqp", query, key_BHPD))
-    return attention.partial(logits[..., None, :], ok, lambda w: jnp.einsum("bhqp,bhpd->bhqd", w[..., 0, :], value_BHPD))
+def _raw(query, key_BHWPD, value_BHWPD, ok, spec) -> Partial:
+    """Over pages or a chunk that are not coded."""
+    logits = spec.cap(jnp.einsum("bhqd,bhwpd->bhqwp", query, key_BHWPD))
+    return attention.partial(logits, ok, lambda w: jnp.einsum("bhqwp,bhwpd->bhqd", w, value_BHWPD))
 
 
 def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
@@ -95,12 +109,12 @@ def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
     empty = _nothing(query), jnp.zeros((B, H), jnp.int32)
 
     def read(start, pages, floor):
-        number = start + jnp.arange(pages)
-        ok = sees(lax.dynamic_slice_in_dim(cache.pos, start, pages, 2)) & (number >= floor)[:, None]
+        number, pos = start + jnp.arange(pages), lax.dynamic_slice_in_dim(cache.pos, start, pages, 2)
+        ok = sees(pos) & (number >= floor)[:, None]
         reads = ok[:, :, -1].sum((-1, -2), dtype=jnp.int32)
         if policy.tailed:
-            ok = ok & ~_in_tail(cache, number)[:, :, None, :, None]
-        return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec, by_page), reads
+            ok = ok & ~in_tail(cache, number)[:, :, None, :, None]
+        return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec, pos, by_page), reads
 
     def step(i, carry):
         done, reads = carry
@@ -116,21 +130,22 @@ def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
     return lax.cond(2 * used > N, lambda: read(0, N, 0), loop) if in_one else loop()
 
 
-def _logits(policy, cache: Cache, query, spec):
+def _logits(policy, cache: Cache, query, coded, spec):
     """Logits of all that is stored `[B, H, Q, N, P]`, from the codes block by block and from the tail."""
     B, H, N, P = cache.pos.shape
     block = min(N, BLOCK)
 
     def step(i, out):
         start = jnp.minimum(i * block, N - block)
-        code = policy.layout.slice(cache.memory, start, block)["k"]
-        new = policy.codec.keys.scores(query, code, policy.layout.by_page)
+        code, pos = policy.layout.slice(cache.memory, start, block)["k"], lax.dynamic_slice_in_dim(cache.pos, start, block, 2)
+        new = policy.codec.keys.scores(coded, code, policy.layout.by_page, pos)
         return lax.dynamic_update_slice_in_dim(out, new, start, 3)
 
     out = lax.fori_loop(0, -(-N // block), step, jnp.zeros((B, H, query.shape[2], N, P)))
-    if policy.tailed:
-        own = jnp.einsum("bhqd,bhpd->bhqp", query, cache.tail[0])[..., None, :]
-        out = jnp.where(_in_tail(cache, jnp.arange(N))[:, :, None, :, None], own, out)
+    for w in range(policy.waits):
+        own = jnp.einsum("bhqd,bhpd->bhqp", query, cache.tail[0][:, :, w])[..., None, :]
+        here = jnp.arange(N) == cache.waiting[:, :, w, None]
+        out = jnp.where(here[:, :, None, :, None], own, out)
     return spec.cap(out)
 
 
@@ -143,9 +158,11 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
     view = visible_BHNP.reshape(B, H, -1, 1) if single else visible_BHNP
     stored, tail_ok = visible_BHNP, jnp.ones((), bool)
     if policy.tailed:
-        stored = visible_BHNP & ~_in_tail(cache, jnp.arange(N))[..., None]
-        own = cache.open[..., None] * PAGE + jnp.arange(PAGE) if single else cache.open[..., None]
-        tail_ok = (own[..., None] == index[:, :, None]).any(-1)[:, :, None, None]
+        stored = visible_BHNP & ~in_tail(cache, jnp.arange(N))[..., None]
+        own = cache.waiting[..., None]
+        if single:
+            own = jnp.where(own < 0, EMPTY, own * PAGE + jnp.arange(PAGE))
+        tail_ok = ((own[..., None] == index[:, :, None, None]).any(-1) & (own >= 0))[:, :, None]
     stored = stored.reshape(view.shape)
     block = min(index.shape[-1], BLOCK * PAGE if single else 1 if policy.layout.by_page else BLOCK)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[-1] % block)), constant_values=-1)
@@ -153,8 +170,9 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
 
     def step(i, done):
         some = lax.dynamic_slice_in_dim(index, i * block, block, 2)
-        code = fetch(cache.memory, jnp.maximum(some, 0))
-        return attention.merge(done, _coded(policy, query, code, chosen(stored, some)[:, :, None], spec))
+        code, at = fetch(cache.memory, jnp.maximum(some, 0)), jnp.maximum(some, 0)[..., None]
+        pos = jnp.take_along_axis(cache.pos.reshape(view.shape), at, 2)
+        return attention.merge(done, _coded(policy, query, code, chosen(stored, some)[:, :, None], spec, pos))
 
     most = (index >= 0).sum(-1).max()  # ids come first, so only the densest row's blocks are walked
     done = lax.fori_loop(0, -(-most // block), step, _nothing(query))
@@ -162,8 +180,8 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
 
 
 def _tail(cache: Cache, query, sees, tail_ok, spec) -> Partial:
-    """The open page, exact until it is committed."""
+    """The newest pages, exact until they are committed."""
     key, value = cache.tail
-    pos = jnp.take_along_axis(cache.pos, cache.open[..., None, None], 2)
-    ok = sees(pos) & _in_tail(cache, cache.open[..., None])[:, :, None, :, None] & tail_ok
+    pos = jnp.take_along_axis(cache.pos, jnp.maximum(cache.waiting, 0)[..., None], 2)
+    ok = sees(jnp.where(cache.waiting[..., None] < 0, EMPTY, pos)) & tail_ok
     return _raw(query, key, value, ok, spec)

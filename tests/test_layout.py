@@ -105,7 +105,7 @@ def test_exact_logits_do_not_depend_on_the_layout(layout):
     policy, s = tools.make("keep_all", "raw", layout, "read_all"), tools.sequence(lengths=(1100, 900), bucket=1152, steps=1)
     cache = policy.fill(s.record, 1152)
     query = jnp.asarray(s.query[0])
-    got = jax.jit(functools.partial(reading._logits, policy, spec=AttentionSpec(1.0)))(cache, query)
+    got = jax.jit(functools.partial(reading._logits, policy, spec=AttentionSpec(1.0)))(cache, query, query)
     for b, length in enumerate((1100, 900)):
         want = np.einsum("hgd,hsd->hgs", s.query[0, b], s.key[b, :, :length])
         np.testing.assert_allclose(got[b].reshape(2, 3, -1)[..., :length], want, atol=1e-4)

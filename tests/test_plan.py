@@ -69,7 +69,7 @@ def kvlab(monkeypatch, *args):
 def test_figures_known_by_hand():
     got = plan(BIG, HALF, 8, 131_072)
     assert got.total("cache") == 206_158_430_208
-    assert got.total("metadata") == 48 * 8 * 8 * (131_072 * 4 + 4 * 4)
+    assert got.total("metadata") == 48 * 8 * 8 * (131_072 * 4 + 3 * 4)
     llama = plan(read_dims("layers=32,kv_heads=8,head_dim=128"), HALF[:32], 1, 8192)
     assert llama.total("cache") == 131_072 * 8192
 

@@ -104,7 +104,7 @@ def test_rows_that_are_not_live_stay_as_they_were():
     key, value = tools.appended(s)
     pos = jnp.asarray(s.lengths + np.arange(70)[:, None])
     after = tools.append(policy, cache, key[:70], value[:70], pos, jnp.array([True, False]))
-    second = lambda c: [np.asarray(x)[1] for x in (c.pos, c.opened, c.offset, *c.tail, c.memory["k"]["x"])]
+    second = lambda c: [np.asarray(x)[1] for x in (c.pos, c.opened, c.waiting, c.offset, *c.tail, c.memory["k"]["x"])]
     for a, b in zip(second(cache), second(after)):
         np.testing.assert_array_equal(a, b)
     assert kept(np.asarray(after.pos[0, 0])) >= set(range(151, 220))

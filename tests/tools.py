@@ -164,7 +164,7 @@ def decode(policy, cache, key, value, query, start, spec):
         k, v, q, i = x
         done = policy.attend(policy.append(cache, k, v, start + i), q, start + i, spec)
         seen = {"out": done.out_BHQD, "lse": done.lse_BHQ, "pos": done.cache.pos, "entropy": done.info.entropy_BHQ}
-        seen |= {"reads": done.info.reads_BH, "bound": done.info.bound_BH, "open": done.cache.open, "offset": done.cache.offset}
+        seen |= {"reads": done.info.reads_BH, "bound": done.info.bound_BH, "waiting": done.cache.waiting}
         return done.cache, seen
 
     return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query))))
@@ -195,11 +195,12 @@ def run(policy: Policy, s: Sequence, budget: int | None = None):
     return cache, last, {k: np.asarray(v) for k, v in (seen | {"first": cache.pos}).items()}
 
 
-def through(codec, rows):
-    """Rows `[n, D]` of one page (n ≤ 64, the rest zero) after a codec."""
-    page = np.zeros((1, 1, 1, PAGE, rows.shape[-1]), np.float32)
-    page[0, 0, 0, : len(rows)] = rows
-    return np.asarray(codec.decode(codec.encode(jnp.asarray(page))))[0, 0, 0, : len(rows)]
+def through(codec, rows, pos=None):
+    """Rows `[n, D]` of one page (n ≤ 64, the rest zero) after a codec; `pos [n]` are their positions, in order by default."""
+    pos = np.arange(len(rows)) if pos is None else pos
+    page = np.pad(rows, ((0, PAGE - len(rows)), (0, 0)))[None, None, None]
+    pos = jnp.asarray(np.pad(pos, (0, PAGE - len(rows)), constant_values=EMPTY), jnp.int32)[None, None, None]
+    return np.asarray(codec.output(codec.decode(codec.encode(jnp.asarray(page), pos), pos)))[0, 0, 0, : len(rows)]
 
 
 def oracle(policy: Policy, s: Sequence, seen, step: int):
@@ -211,9 +212,9 @@ def oracle(policy: Policy, s: Sequence, seen, step: int):
         keys, values, ok = [], [], []
         for n, page in enumerate(pos):
             rows = [np.where((page >= 0)[:, None], x[b, h, np.maximum(page, 0)], 0).astype(np.float32) for x in (s.key, s.value)]
-            raw = policy.tailed and n == seen["open"][step, b, h] and seen["offset"][step, b, h] < PAGE
+            raw = policy.tailed and n in seen["waiting"][step, b, h]
             if not raw:
-                rows = [through(c, x) for c, x in zip((policy.codec.keys, policy.codec.values), rows)]
+                rows = [through(c, x, page) for c, x in zip((policy.codec.keys, policy.codec.values), rows)]
             sees = np.asarray(spec.sees(page, now) & np.asarray(rule.mask(page, now)))
             keys, values, ok = [*keys, rows[0]], [*values, rows[1]], [*ok, sees]
         key, value, ok = np.concatenate(keys), np.concatenate(values), np.concatenate(ok)

@@ -34,7 +34,7 @@ class Blocked(Raw):
 
     in_place = False
 
-    def encode(self, x_BHNPD):
+    def encode(self, x_BHNPD, pos_BHNP=None):
         return {"x": x_BHNPD}
 
     def page_bytes(self, dim):

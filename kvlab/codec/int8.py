@@ -26,14 +26,14 @@ class Int8(Codec):
     def group(self) -> int:
         return PAGE if self.scale == "channel" else 1
 
-    def encode(self, x_BHNPD):
+    def encode(self, x_BHNPD, pos_BHNP=None):
         axis = -2 if self.scale == "channel" else -1
         x = x_BHNPD.astype(jnp.float32)
         scale = jnp.abs(x).max(axis, keepdims=True) / 127
         q = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
         return {"x": jnp.clip(q, -127, 127).astype(jnp.int8), "scale": scale}
 
-    def decode(self, code):
+    def decode(self, code, pos_BHNP=None):
         return code["x"].astype(jnp.float32) * code["scale"]
 
     def page_bytes(self, dim: int) -> int:

@@ -27,11 +27,11 @@ class Raw(Codec):
     def in_place(self) -> bool:
         return self.dtype == "float32"
 
-    def encode(self, x_BHNPD):
+    def encode(self, x_BHNPD, pos_BHNP=None):
         x = x_BHNPD.astype(self.dtype)
         return {"x": x if self.in_place else jax.lax.bitcast_convert_type(x, jnp.uint16)}
 
-    def decode(self, code):
+    def decode(self, code, pos_BHNP=None):
         x = code["x"]
         if self.dtype == "bfloat16":  # bfloat16 is the upper half of float32
             return jax.lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)

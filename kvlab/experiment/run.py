@@ -18,11 +18,11 @@ import numpy as np
 
 import kvlab
 from kvlab import memory
-from kvlab.core import REPLAYED
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import config, reads, report, store
 from kvlab.models import load
+from kvlab.needs import REPLAYED
 from kvlab.tasks import Batch, Task
 from kvlab.tasks import text as text_source
 

@@ -196,5 +196,6 @@ def _caches(dims: Dims, policies, batch: int, length: int, new_tokens: int) -> l
 def _layer(policy: Policy, budget: int, cache: Cache, dims: Dims, batch: int, weights: int) -> Layer:
     memory = resident(cache.memory)
     own = max(memory - batch * dims.kv_heads * page_bytes(policy, dims.head_dim) * -(-budget // PAGE), 0)
-    metadata = resident((cache.pos, cache.opened, cache.open, cache.offset, cache.lost, cache.tail))
-    return Layer(policy, budget, weights, memory - own, metadata, resident(cache.index), resident(cache.retained) + own)
+    metadata = resident((cache.pos, cache.opened, cache.waiting, cache.offset, cache.lost, cache.tail))
+    scores = resident((cache.retained, cache.carried)) + own
+    return Layer(policy, budget, weights, memory - own, metadata, resident(cache.index), scores)

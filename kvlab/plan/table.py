@@ -66,8 +66,9 @@ def _codes(plan: Plan, count: int, layer: Layer) -> str:
 
 
 def _metadata(plan: Plan, count: int, layer: Layer) -> str:
-    tail = f" + tail 2 × {PAGE} × {plan.dims.head_dim} × 4" if layer.policy.tailed else ""
-    return f"{count} layers × {_rows(plan)} × ({_pages(layer):,} pages × {PAGE} positions × 4 + 4 counters × 4{tail} B)"
+    waits = layer.policy.waits
+    tail = f" + tail 2 × {waits * PAGE} × {plan.dims.head_dim} × 4" if layer.policy.tailed else ""
+    return f"{count} layers × {_rows(plan)} × ({_pages(layer):,} pages × {PAGE} positions × 4 + {3 + waits} counters × 4{tail} B)"
 
 
 def _rows(plan: Plan) -> str:

@@ -12,10 +12,11 @@ import jax
 from flax import nnx
 
 from kvlab import loop, memory
-from kvlab.core import BLOCK, PAGE, REPLAYED, Cache, Record
+from kvlab.core import BLOCK, PAGE, Cache, Record
 from kvlab.decode import needs
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import ROWS, skeleton
+from kvlab.needs import REPLAYED, blank
 from kvlab.policy import Policy
 from kvlab.session import bucket
 
@@ -48,9 +49,8 @@ def record(dims, needs: set[str], batch: int, length: int) -> Record:
     """The shapes of one layer's record of a prompt, which is padded to its bucket, with what policies need."""
     tokens = bucket(length)
     vector = jax.ShapeDtypeStruct((batch, dims.kv_heads, tokens, dims.head_dim), "float32")
-    hidden = dims.config.hidden if dims.config else 1
-    widths = {"hidden": (1, tokens, hidden), "importance": (dims.kv_heads, tokens)}
-    seen = {name: jax.ShapeDtypeStruct((batch, *widths[name]), "float32") for name in sorted(needs)}
+    hidden, groups = (dims.config.hidden, dims.config.groups) if dims.config else (1, 1)
+    seen = jax.eval_shape(lambda: blank(needs, batch, dims.kv_heads, groups, tokens, hidden, dims.head_dim))
     return Record(vector, vector, jax.ShapeDtypeStruct((batch, tokens), "int32"), seen)
 
 

@@ -79,6 +79,17 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, top, a.mass * x + b.mass * y, a.moment * x + b.moment * y)
 
 
+def merge_by(done: Partial, pages: Partial, mine_BHM) -> Partial:
+    """`done [B, H, ...]` and the partials of pages `[B, M, ...]`, each merged into the heads that it is `mine` of."""
+    top = jnp.where(mine_BHM[..., None], pages.top[:, None], MASKED / 2).max(2)  # [B, H, Q]
+    top = jnp.maximum(done.top, top)
+    weight = jnp.exp(jnp.where(mine_BHM[..., None], pages.top[:, None] - top[:, :, None], MASKED))  # [B, H, M, Q]
+    own = jnp.exp(done.top - top)
+    total = lambda x: jnp.einsum("bhmq,bmq->bhq", weight, x)
+    out = done.out * own[..., None] + jnp.einsum("bhmq,bmqd->bhqd", weight, pages.out)
+    return Partial(out, top, done.mass * own + total(pages.mass), done.moment * own + total(pages.moment))
+
+
 def finish(p: Partial):
     """Normalises: output, log-sum-exp and entropy (nats). A row that read nothing gives 0, −inf, 0 and gradient 0."""
     empty = p.mass <= 0

@@ -69,6 +69,7 @@ class Retention:
       pool: "max" or "mean": how the priorities of a page's tokens make the page's.
       needs: what `score` is given besides, by keyword, of `kvlab.needs`; what nobody needs is not kept.
       observes: `observe` is shown the attention of every token that is decoded.
+      uneven: heads get unequal budgets, as `shares` says, in pages of one pool for each row.
       renews: a token's score depends on the others that are stored, so it is not kept but taken anew, over all that is
         stored, whenever something has to go. That reads every key and value: let such a retention evict pages.
     """
@@ -79,6 +80,7 @@ class Retention:
     aligned: Any = False
     pool: Any = "max"
     observes: Any = False
+    uneven: Any = False
     renews: Any = False
 
     def budget(self, prompt: int, total: int, unit: int) -> int:
@@ -112,8 +114,15 @@ class Retention:
         """
         raise NotImplementedError(f"{type(self).__name__} must define priority(state, pos, now)")
 
+    def shares(self, priority, pos, budget: int):
+        """Tokens that each head may hold, int32 `[B, H]`, where `uneven`; from the priorities of a prompt's tokens, `[B, H, T]`.
+
+        `budget` is what each would have if they were equal. Pages are given out for as many, and filled as they come.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is uneven and must define shares(priority, pos, budget)")
+
     def visibility(self) -> Visibility:
-        """What of the stored tokens a query may see; all of them unless this says less."""
+        """What of the stored tokens a query may see; all of them unless this says less. A figure may differ by head, `[H]`."""
         return Visibility()
 
 
@@ -187,13 +196,17 @@ class Layout:
     Attributes:
       whole_pages: pages are immutable once written, so tokens cannot be replaced one by one.
       by_page: pages lie apart, so products of few queries go page by page, and named pages are read one at a time.
+      shares: rows may share pages, so how many there are in all is for the host to say (`rows`).
+      overhead: bytes that a page of a row and head takes besides its codes.
     """
 
     whole_pages = False
     by_page = False
+    shares = False
+    overhead = 0
 
-    def pack(self, code):
-        """Memory that holds canonical codes `[B, H, N, p, C]`."""
+    def pack(self, code, held_BHN):
+        """Memory that holds canonical codes `[B, H, N, p, C]`; pages that are not `held` will be written before they are read."""
         raise NotImplementedError
 
     def write(self, memory, page_BH, offset_BH, code):
@@ -203,6 +216,14 @@ class Layout:
     def head(self, memory, row, head):
         """The memory of one row and head alone, as of a batch of one with one head."""
         return jax.tree.map(lambda x: x[row, head][None, None], memory)
+
+    def rows(self, memory, index, places: int | None = None):
+        """The memory of the named rows, in that order. With `shares`, `places` pages are there from then on for all of them."""
+        return jax.tree.map(lambda x: x[index], memory)
+
+    def forget(self, memory, held_BHN):
+        """The same memory once only the pages `held` are needed."""
+        return memory
 
     def slice(self, memory, start, pages: int):
         """Canonical codes of consecutive pages."""
@@ -337,4 +358,5 @@ class Cache:
     retained: Any  # the retention's per-token state, leaves [B, H, N, P, ...]
     carried: Any  # what a retention that renews needs of the prompt, leaves [B, H, ...]
     index: Any  # the selection's state
+    bounds: Any = ()  # [B, H + 1] int32, where heads have unequal budgets: `kvlab.slots.Pooled`, leaves [B, 1, M, P, ...]
     budget: int = static(default=0)  # tokens

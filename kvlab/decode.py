@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab import compilation, loop, replay
-from kvlab.core import EMPTY, PAGE, Record
+from kvlab.core import EMPTY, PAGE, Cache, Record
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.loop import State
 from kvlab.models import Model
@@ -95,12 +95,12 @@ class Engine:
         if missing := needs(policies) - set(prompt.records[0].seen):
             raise ConfigError(f"the policy needs {sorted(missing)} of the prompt; write engine.prefill(prompts, needs(policies))")
         begin = time.perf_counter()
-        caches = jax.block_until_ready(tuple(map(loop.fill, policies, prompt.records, sizes)))
+        caches = jax.block_until_ready(tuple(map(_filled, policies, prompt.records, sizes)))
         seconds = time.perf_counter() - begin
         index = jnp.arange(len(prompt.prompts)) if rows is None else jnp.asarray(rows)
         prompts = [prompt.prompts[i] for i in index.tolist()]
         if rows is not None:
-            caches = loop.pick_rows(policies, caches, index)
+            caches = loop.pick_rows(policies, caches, index, new_tokens)
         state = _state(caches, _lengths(prompts))
         session = Session(self.model, policies, state, limit, forced, stops, sampling, seed)
         session.fill_seconds = seconds
@@ -124,7 +124,7 @@ class Engine:
         nothing = jnp.zeros((B, c.kv_heads, PAGE, c.head_dim))
         seen = blank(needs(policies), B, c.kv_heads, c.groups, PAGE, c.hidden, c.head_dim)
         record = Record(nothing, nothing, jnp.full((B, PAGE), EMPTY), seen)
-        caches = tuple(loop.fill(p, record, budget) for p, budget in zip(policies, sizes))
+        caches = tuple(_filled(p, record, budget) for p, budget in zip(policies, sizes))
         options = {"forced": (), "stops": (), "sampling": None, "seed": 0, **options}
         session = Session(self.model, policies, _state(caches, np.zeros(B, np.int32)), limit, mode="streamed", **options)
         session.extend(prompts)
@@ -155,6 +155,12 @@ def budgets(policies: Sequence[Policy], longest: int, new_tokens: int) -> tuple[
     """Tokens that each layer's cache holds for prompts of up to `longest` tokens and `new_tokens` more, in whole pages."""
     total = -(-(longest + new_tokens) // PAGE) * PAGE
     return tuple(policy.budget(longest, total) for policy in policies)
+
+
+def _filled(policy: Policy, record: Record, budget: int) -> Cache:
+    """One layer's cache; where heads get unequal budgets, with as many pages as the row that needs most."""
+    pages = int(loop.pages(policy, record, budget).max()) if policy.slots.pooled else None
+    return loop.fill(policy, record, budget, pages)
 
 
 def _lengths(rows) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from kvlab import attention, compilation, sampling
-from kvlab.core import EMPTY, Cache, Record, part
+from kvlab.core import EMPTY, PAGE, Cache, Record, part
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
 from kvlab.needs import Pass, Prompt, of_prompt, of_tokens
@@ -89,10 +89,16 @@ def _last(x_BTD, length_B):
     return x_BTD[jnp.arange(len(x_BTD)), jnp.maximum(length_B, 1) - 1]
 
 
-@functools.partial(jax.jit, static_argnames="budget")
-def fill(policy: Policy, record: Record, budget: int) -> Cache:
+@functools.partial(jax.jit, static_argnames=("budget", "pages"))
+def fill(policy: Policy, record: Record, budget: int, pages: int | None = None) -> Cache:
     """One layer's cache; a jit per layer, so that layers alike are compiled once."""
-    return policy.fill(record, budget)
+    return policy.fill(record, budget, pages)
+
+
+@functools.partial(jax.jit, static_argnames="budget")
+def pages(policy: Policy, record: Record, budget: int) -> jax.Array:
+    """Pages that each row of a layer's cache needs, `[B]`, where heads get unequal budgets."""
+    return policy.pages(record, budget)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="caches")
@@ -191,16 +197,29 @@ def draw(how, logits_BV, first_BV, key_B, pos_B):
     return sampling.draw(how, logits_BV, None if how is None else first_BV < NEVER, key_B, pos_B)
 
 
-@jax.jit
-def pick_rows(policies, caches, index):
-    """The named rows of every layer's cache, in that order."""
-    return tuple(policy.rows(cache, index) for policy, cache in zip(policies, caches))
+def pick_rows(policies, caches, index, tokens: int):
+    """The named rows of every layer's cache, in that order, with room for as many more tokens."""
+    return _pick_rows(policies, caches, index, tuple(_places(*x, index, tokens) for x in zip(policies, caches)))
 
 
-def rows(policies, state: State, index) -> State:
-    """The named rows of a state, in that order."""
+@functools.partial(jax.jit, static_argnames="places")
+def _pick_rows(policies, caches, index, places: tuple[int | None, ...]):
+    return tuple(policy.rows(cache, index, n) for policy, cache, n in zip(policies, caches, places))
+
+
+def _places(policy: Policy, cache: Cache, index, tokens: int) -> int | None:
+    """Pages that rows which share them need: those that they have, and what `tokens` more may add for each row and head."""
+    if not policy.layout.shares:
+        return None
+    heads, pages = cache.opened.shape[1], cache.pos.shape[1] * cache.pos.shape[2]
+    new = min(heads * (-(-tokens // PAGE) + policy.waits), pages)
+    return min(int(policy.layout.used(cache.memory, index)) + len(index) * new, len(index) * pages)
+
+
+def rows(policies, state: State, index, tokens: int) -> State:
+    """The named rows of a state, in that order, with room for as many more tokens."""
     rest = jax.tree.map(lambda x: x[index], dataclasses.replace(state, caches=()))
-    return dataclasses.replace(rest, caches=pick_rows(policies, state.caches, index))
+    return dataclasses.replace(rest, caches=pick_rows(policies, state.caches, index, tokens))
 
 
 @functools.partial(jax.jit, donate_argnames="caches")

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvlab.core import PAGE, Cache
+from kvlab import slots
+from kvlab.core import EMPTY, PAGE, Cache
 from kvlab.errors import ConfigError
 from kvlab.policy import Policy
 
@@ -61,7 +62,7 @@ def full_read_bytes(full: Policy, head_dim: int, length):
 @jax.jit
 def stored(caches: Sequence[Cache]) -> jax.Array:
     """Tokens in each layer's cache, `[L, B, H]`."""
-    return jnp.stack([(cache.pos >= 0).sum((-1, -2)) for cache in caches])
+    return jnp.stack([(slots.of(cache).apart(cache.pos, cache, EMPTY) >= 0).sum((-1, -2)) for cache in caches])
 
 
 def gated_share(read: float, layers: int, gated: int) -> float:
@@ -89,6 +90,7 @@ def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: i
     pages = -(-budget // PAGE)
     codes = page_bytes(policy, head_dim)
     tail = policy.waits * 2 * PAGE * head_dim * 4 if policy.tailed else 0
+    codes += policy.layout.overhead
     return batch * kv_heads * (pages * (codes + PAGE * POSITION) + tail + (3 + policy.waits) * 4)
 
 
@@ -121,7 +123,7 @@ def footprint(policies: Sequence[Policy], caches: Sequence[Cache], full: Policy,
       full: the plain policy to compare with.
       total: tokens that a cache must have room for, prompt and continuation.
     """
-    rows, heads, dim = caches[0].pos.shape[0], caches[0].pos.shape[1], _head_dim(caches[0], policies[0])
+    (rows, heads), dim = caches[0].opened.shape, _head_dim(caches[0], policies[0])
     budget = full.budget(total, total)
     full_bytes = len(caches) * expected(full, 1, heads, dim, budget)
     seen = float((caches[0].pos.max((1, 2, 3)) + 1).mean())
@@ -130,7 +132,7 @@ def footprint(policies: Sequence[Policy], caches: Sequence[Cache], full: Policy,
     for policy, cache in zip(policies, caches):
         per_token = heads * token_bytes(policy, dim)
         asked += min(policy.retention.budget(total, total, 1), total) * per_token
-        live += float(visible(policy, cache).sum()) / (rows * heads) * per_token
+        live += float((positions(policy, cache) >= 0).sum()) / (rows * heads) * per_token
     return Footprint(resident(caches) // rows, full_bytes, asked / (plain * total), live / (plain * seen))
 
 
@@ -139,10 +141,12 @@ def _head_dim(cache: Cache, policy: Policy) -> int:
     return jax.eval_shape(policy.codec.values.decode, code["v"]).shape[-1]
 
 
-def visible(policy: Policy, cache: Cache):
-    """Which slots a query at the newest position would see, `[B, H, N, P]`."""
-    now = cache.pos.max((-2, -1), keepdims=True)
-    return (cache.pos >= 0) & policy.retention.visibility().mask(cache.pos, now)
+def positions(policy: Policy, cache: Cache):
+    """Positions of the tokens that a query at the newest position would see, `[B, H, N, P]`, EMPTY elsewhere."""
+    pos = slots.of(cache).apart(cache.pos, cache, EMPTY)
+    rule = policy.retention.visibility()
+    rule = type(rule)(*(x.reshape(-1, 1, 1) if getattr(x, "ndim", 0) else x for x in rule))  # a figure for each head
+    return jnp.where(rule.mask(pos, pos.max((1, 2, 3), keepdims=True)), pos, EMPTY)
 
 
 @dataclasses.dataclass(frozen=True)

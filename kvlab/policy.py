@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvlab import needs, reading
+from kvlab import needs, reading, renewal
 from kvlab.attention import AttentionSpec
 from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
 from kvlab.errors import ConfigError, RefusedPolicy
+from kvlab.slots import Even, Pooled
 
 
 class Attended(NamedTuple):
@@ -66,6 +67,13 @@ class Policy:
                 f"{keep} watches the attention that every stored token gets, but {self.selection} does not read all of them; "
                 "use read_all, or a retention that does not observe"
             )
+        if keep.uneven and keep.unit == 1:
+            yield f"{keep} gives heads unequal budgets, which come in pages, but it evicts single tokens; use unit={PAGE}"
+        if keep.uneven and not self.selection.reads_all:
+            yield (
+                f"{keep} gives heads unequal budgets, so that their pages lie in one pool, which {self.selection} cannot "
+                "read from; use read_all, or a retention with a budget that is the same for every head"
+            )
         if unknown := set(keep.needs) - set(needs.ALL):
             yield f"{keep} needs {sorted(unknown)}; allowed: {', '.join(needs.ALL)}"
 
@@ -99,7 +107,11 @@ class Policy:
     @property
     def unit(self) -> int:
         """Tokens placed and evicted together."""
-        return PAGE if self.tailed else self.retention.unit or 1
+        return PAGE if self.tailed or self.retention.uneven else self.retention.unit or 1
+
+    @property
+    def slots(self) -> Even:
+        return Pooled() if self.retention.uneven else Even()
 
     @property
     def waits(self) -> int:
@@ -118,33 +130,33 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------------- filling
 
-    def fill(self, record: Record, budget: int) -> Cache:
+    def fill(self, record: Record, budget: int, pages: int | None = None) -> Cache:
         """A cache of `budget` tokens (see `budget`) from a prompt's record, which is left as it was.
 
         Kept tokens lie in order of position. Where the policy does not evict, a prompt longer than the budget loses its
-        lowest priorities here once.
+        lowest priorities here once. Where heads get unequal budgets, `budget` is their mean and `pages` how many all heads of
+        a row have together, at least what `pages` says; by default enough for any.
         """
-        B, H, T, D = record.key_BHTD.shape
+        B, H, T, _ = record.key_BHTD.shape
         N = -(-budget // PAGE)
-        seen = {"budget": budget, **record.seen}
-        seen = {name: seen[name] for name in self.retention.needs}
-        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **seen)
-        index, ok = self._keep(record, score, budget, N * PAGE)
-        safe = jnp.where(ok, index, 0)
+        seen = self._seen(record, budget)
+        score, keep, quota = self._keep(record, budget)
+        most = H * N + 2 * H if pages is None else pages
+        source, bounds = self.slots.sources(keep, most if self.slots.pooled else N, quota)
 
         def gather(x):
-            got = jnp.take_along_axis(x, safe.reshape(safe.shape + (1,) * (x.ndim - 3)), 2)
-            mask = ok.reshape(ok.shape + (1,) * (x.ndim - 3))
-            return jnp.where(mask, got, jnp.zeros((), x.dtype)).reshape(B, H, N, PAGE, *x.shape[3:])
+            x = x.reshape(B, H * T, *x.shape[3:])
+            flat = source.reshape(B, -1, *(1,) * (x.ndim - 2))
+            got = jnp.where(flat >= 0, jnp.take_along_axis(x, jnp.maximum(flat, 0), 1), jnp.zeros((), x.dtype))
+            return got.reshape(*source.shape, *x.shape[2:])
 
         key, value = gather(record.key_BHTD), gather(record.value_BHTD)
         pos_BHT = jnp.broadcast_to(record.pos_BT[:, None], (B, H, T)).astype(jnp.int32)
-        pos = jnp.where(ok.reshape(B, H, N, PAGE), gather(pos_BHT), EMPTY)
-        count = ok.sum(-1, dtype=jnp.int32)
-        waiting, offset = self._waiting(count)
-        named = jnp.maximum(waiting, 0)[..., None, None]
-        tail = tuple(jnp.take_along_axis(x, named, 2) for x in (key, value)) if self.tailed else ()
-        memory = self.layout.pack(self._encode(key, value, pos))
+        pos = jnp.where(source >= 0, gather(pos_BHT), EMPTY)
+        count = keep.sum(-1, dtype=jnp.int32)
+        waiting, offset = self._waiting(count, bounds[:, :-1, None] if self.slots.pooled else 0)
+        tail = tuple(self.slots.pages(x, waiting) for x in (key, value)) if self.tailed else ()
+        memory = self.layout.pack(self._encode(key, value, pos), self._held(pos, waiting))
         kept, carried = (), {}
         if self.retention.renews:
             carried = {name: seen[name] for name in needs.CARRIED & seen.keys()}
@@ -154,37 +166,56 @@ class Policy:
         lost = jnp.where(count < (record.pos_BT >= 0).sum(-1)[:, None], now, EMPTY).astype(jnp.int32)
         return Cache(
             pos, -(-count // self.unit), waiting, offset, lost, memory, tail,
-            kept, carried, self.selection.start(key, pos), budget,
+            kept, carried, self.selection.start(key, pos), bounds, budget,
         )  # fmt: skip
 
-    def _waiting(self, count_BH):
+    def pages(self, record: Record, budget: int) -> jax.Array:
+        """Pages that all heads of each row need together, `[B]`; for `fill` where heads get unequal budgets."""
+        return self._keep(record, budget)[2].sum(-1)
+
+    def _seen(self, record: Record, budget: int) -> dict[str, Any]:
+        seen = {"budget": budget, **record.seen}
+        return {name: seen[name] for name in self.retention.needs}
+
+    def _waiting(self, count_BH, first):
         """The pages in the tail of a cache that holds `count` tokens in order, and how many tokens the open one has."""
         last, offset = (count_BH - 1) // PAGE, (count_BH - 1) % PAGE + 1
         open_ = jnp.where(offset < PAGE, last, last + 1)
         number = open_[..., None] + jnp.arange(1 - self.waits, 1)
-        return jnp.where((number >= 0) & (number <= last[..., None]), number, EMPTY).astype(jnp.int32), offset
+        return jnp.where((number >= 0) & (number <= last[..., None]), number + first, EMPTY).astype(jnp.int32), offset
+
+    def _held(self, pos, waiting):
+        """Pages whose codes are needed, `[B, H, N]`: they hold something that does not wait in the tail."""
+        held = (pos >= 0).any(-1)
+        if not self.tailed:
+            return held
+        waits = (jnp.arange(held.shape[2])[:, None] == waiting[:, :, None]).any(-1)
+        return held & ~(waits.any(1, keepdims=True) if self.slots.pooled else waits)
 
     def _encode(self, key, value, pos):
         return {"k": self.codec.keys.encode(key, pos), "v": self.codec.values.encode(value, pos)}
 
-    def _keep(self, record: Record, score, budget: int, slots: int):
-        """Indices into T of the tokens kept, in order, padded to `slots`; and which are real."""
+    def _keep(self, record: Record, budget: int):
+        """The retention's state, which tokens stay `[B, H, T]`, and the pages that each head is given, `[B, H]`."""
         B, H, T, _ = record.key_BHTD.shape
+        seen = self._seen(record, budget)
+        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **seen)
         pos = jnp.broadcast_to(record.pos_BT[:, None], (B, H, T))
         now = record.pos_BT.max(-1)[:, None, None]
         priority = jnp.broadcast_to(self.retention.priority(score, pos, now), pos.shape).astype(jnp.float32)
         priority = jnp.where(pos >= 0, priority, -jnp.inf)
+        most = self.retention.shares(priority, pos, budget)[..., None] if self.retention.uneven else budget
         if self.unit > 1 and self.retention.aligned:
             page = self._pool(priority.reshape(B, H, -1, PAGE), pos.reshape(B, H, -1, PAGE))
             page = jnp.where(jnp.arange(T // PAGE) == now // PAGE, jnp.inf, page)  # the page still open stays
             rank = self._rank(page, pos.reshape(B, H, -1, PAGE).max(-1))
-            keep = (rank < budget // PAGE) & (page > -jnp.inf)
+            keep = (rank < most // PAGE) & (page > -jnp.inf)
             keep = jnp.repeat(keep, PAGE, -1) & (pos >= 0)
         else:
-            keep = (self._rank(priority, pos) < budget) & (priority > -jnp.inf)
-        index = jnp.sort(jnp.where(keep, jnp.arange(T), T), -1)[..., :slots]
-        index = jnp.pad(index, ((0, 0), (0, 0), (0, max(slots - T, 0))), constant_values=T)
-        return index, index < T
+            keep = (self._rank(priority, pos) < most) & (priority > -jnp.inf)
+        least = 1 + self.waits if self.retention.evicts else 1  # so that a full page can go before the open one must
+        quota = jnp.maximum(-(-jnp.broadcast_to(most, (B, H, 1))[..., 0] // PAGE), least)
+        return score, keep, quota.astype(jnp.int32)
 
     @staticmethod
     def _rank(priority, pos):
@@ -212,7 +243,7 @@ class Policy:
         live = jnp.ones(cache.opened.shape, bool) if live_B is None else jnp.broadcast_to(live_B[:, None], cache.opened.shape)
         page, offset, fresh, evicts = self._place(cache, pos_B, live)
         page = jnp.where(live, page, N)  # out of range: dropped
-        row, head = _index(page)
+        row, head = self._index(page)
         cleared = jnp.where(fresh & (self.unit > 1), page, N)
         alone = fresh if self.unit > 1 else (cache.pos[row, head, jnp.minimum(page, N - 1)] < 0).all(-1)
         pos = cache.pos.at[row, head, cleared].set(EMPTY, mode="drop")
@@ -227,75 +258,54 @@ class Policy:
             retained = jax.tree.map(put, retained, score)
         return Cache(
             pos,
-            jnp.minimum(cache.opened + fresh, cache.budget // self.unit),
+            jnp.minimum(cache.opened + fresh, self.slots.quota(cache, self.unit)),
             waiting,
             jnp.where(live, offset + 1, cache.offset),
             jnp.where(evicts, pos_B[:, None], cache.lost),
             memory, tail, retained, cache.carried,
-            self.selection.write(cache.index, page, offset, key_BHD, pos_B, alone), cache.budget,
+            self.selection.write(cache.index, page, offset, key_BHD, pos_B, alone),
+            cache.bounds, cache.budget,
         )  # fmt: skip
 
     def _place(self, cache: Cache, pos_B, live):
         """Page and offset for the next token, whether it opens a new unit, and whether another one goes for it."""
         fresh = live & (cache.offset == PAGE) if self.unit > 1 else live
-        unit, evicts = cache.opened, jnp.zeros_like(fresh)
+        unit, evicts = cache.opened + self.slots.first(cache), jnp.zeros_like(fresh)
         if self.retention.evicts:
-            evicts = fresh & (cache.opened >= cache.budget // self.unit)
+            evicts = fresh & (cache.opened >= self.slots.quota(cache, self.unit))
             unit = lax.cond(evicts.any(), lambda: jnp.where(evicts, self._victim(cache, pos_B), unit), lambda: unit)
         if self.unit > 1:
             return jnp.where(fresh, unit, cache.waiting[..., -1]), jnp.where(fresh, 0, cache.offset), fresh, evicts
         return unit // PAGE, unit % PAGE, fresh, evicts
 
     def _victim(self, cache: Cache, pos_B):
-        """The unit of lowest priority; among equals the oldest."""
-        B, H, N, _ = cache.pos.shape
-        flat = lambda x: x.reshape(B, H, N * PAGE, *x.shape[4:])
+        """The unit of lowest priority among a head's own; among equals the oldest."""
+        flat = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])
         pos = flat(cache.pos)
-        state = self._renewed(cache) if self.retention.renews else jax.tree.map(flat, cache.retained)
+        state = renewal.state(self, cache) if self.retention.renews else jax.tree.map(flat, cache.retained)
         priority = self.retention.priority(state, pos, pos_B[:, None, None])
         priority = jnp.broadcast_to(priority, pos.shape).astype(jnp.float32)
         if self.unit > 1:
             priority = self._pool(priority.reshape(cache.pos.shape), cache.pos)
-            priority = jnp.where(reading.in_tail(cache, jnp.arange(N)), jnp.inf, priority)
+            may = self.slots.owned(cache) & ~reading.in_tail(cache, jnp.arange(cache.pos.shape[2]))
             pos = cache.pos.max(-1)
         else:
-            priority = jnp.where(pos >= 0, priority, -jnp.inf)[..., : cache.budget]
-            pos = pos[..., : cache.budget]
-        lowest = priority == priority.min(-1, keepdims=True)
+            priority = jnp.where(pos >= 0, priority, -jnp.inf)
+            may = jnp.arange(pos.shape[-1]) < cache.budget
+        lowest = may & (priority == jnp.where(may, priority, jnp.inf).min(-1, keepdims=True))
         return jnp.argmin(jnp.where(lowest, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
 
-    def _renewed(self, cache: Cache):
-        """The retention's state of all that is stored, `[B, H, N·P, ...]`, from keys and values as they are read."""
-        B, H, N, _ = cache.pos.shape
-
-        def head(n):
-            row, head = n // H, n % H
-            one = lambda x: x[row, head][None, None]
-            code = self.layout.slice(self.layout.head(cache.memory, row, head), 0, N)
-            where, (keys, values) = one(cache.pos), (self.codec.keys, self.codec.values)
-            key = keys.output(keys.decode(code["k"], where))
-            value = values.output(values.decode(code["v"], where))
-            if self.tailed:
-                number = jnp.where(cache.waiting[row, head] < 0, N, cache.waiting[row, head])
-                key, value = (x.at[:, :, number].set(one(tail), mode="drop") for x, tail in zip((key, value), cache.tail))
-            pos = where.reshape(1, 1, -1)
-            order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), -1)
-            sort = lambda x: jnp.take_along_axis(x, order.reshape(1, 1, -1, *(1,) * (x.ndim - 3)), 2)
-            key, value = (sort(x.reshape(1, 1, N * PAGE, -1)) for x in (key, value))
-            seen = {"budget": cache.budget, **jax.tree.map(one, cache.carried)}
-            state = self.retention.score(key, value, sort(pos), **{name: seen[name] for name in self.retention.needs})
-            back = jnp.argsort(order, -1)
-            return jax.tree.map(lambda x: jnp.take_along_axis(x, back.reshape(1, 1, -1, *(1,) * (x.ndim - 3)), 2)[0, 0], state)
-
-        found = lax.map(head, jnp.arange(B * H))
-        return jax.tree.map(lambda x: x.reshape(B, H, *x.shape[1:]), found)
+    def _index(self, page_BH):
+        """Where pages lie: indices along the first two axes of a cache's leaves."""
+        row, head = jnp.indices(page_BH.shape, sparse=True)
+        return row, self.slots.head(head)
 
     def _store(self, cache: Cache, page, offset, key_BHD, value_BHD, pos_BHNP, pos_B):
         """The new token's codes: into memory at once, or into the tail. Returns the waiting pages, the tail, the memory.
 
         When a page is full, the oldest in the tail is committed, and the others make room for the next.
         """
-        N, row_head, last = cache.pos.shape[2], _index(page), self.waits - 1
+        N, last = cache.pos.shape[2], self.waits - 1
         used = page < N
         full, waiting = used & (offset == PAGE - 1), cache.waiting
         if self.unit > 1:
@@ -304,15 +314,15 @@ class Policy:
             pos = jnp.broadcast_to(pos_B[:, None, None, None], (*page.shape, 1, 1))
             code = self._encode(key_BHD[:, :, None, None], value_BHD[:, :, None, None], pos)
             waiting = jnp.where(full[..., None], EMPTY, waiting)
-            return waiting, (), self.layout.write(cache.memory, page, offset, code)
-        at = (*row_head, last, jnp.where(used, offset, PAGE))
+            return waiting, (), self.slots.write(self.layout, cache.memory, page, offset, code)
+        at = (*jnp.indices(page.shape, sparse=True), last, jnp.where(used, offset, PAGE))
         tail = tuple(x.at[at].set(y, mode="drop") for x, y in zip(cache.tail, (key_BHD, value_BHD)))
 
         def commit(waiting, tail, memory):
             page = waiting[..., 0]
-            pos = jnp.take_along_axis(pos_BHNP, jnp.maximum(page, 0)[..., None, None], 2)
+            pos = self.slots.pages(pos_BHNP, page[..., None])
             code = self._encode(tail[0][:, :, :1], tail[1][:, :, :1], pos)
-            memory = self.layout.write(memory, jnp.where(full & (page >= 0), page, N), None, code)
+            memory = self.slots.write(self.layout, memory, jnp.where(full & (page >= 0), page, N), None, code)
             moved = jnp.concatenate([waiting[..., 1:], jnp.full_like(page, EMPTY)[..., None]], -1)
             shift = lambda x: jnp.where(full[..., None, None, None], jnp.roll(x, -1, 2), x) if last else x
             return jnp.where(full[..., None], moved, waiting), tuple(map(shift, tail)), memory
@@ -365,9 +375,10 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------- rows and lengths
 
-    def rows(self, cache: Cache, index) -> Cache:
-        """The caches of the named rows, in that order: forks a row when it is named twice."""
-        return jax.tree.map(lambda x: x[index], cache)
+    def rows(self, cache: Cache, index, places: int | None = None) -> Cache:
+        """The caches of the named rows, in that order: forks a row when it is named twice. `places` as in `Layout.rows`."""
+        rest = jax.tree.map(lambda x: x[index], dataclasses.replace(cache, memory=()))
+        return dataclasses.replace(rest, memory=self.layout.rows(cache.memory, index, places))
 
     def truncate(self, cache: Cache, length_B) -> Cache:
         """Forgets the tokens at positions ≥ length. Only for lengths above `Cache.lost`: what was dropped does not return.
@@ -378,21 +389,18 @@ class Policy:
         held = (pos >= 0).sum(-1, dtype=jnp.int32)
         if self.unit == 1:
             return dataclasses.replace(cache, pos=pos, opened=held.sum(-1))
-        left = jnp.take_along_axis(held, jnp.maximum(cache.waiting, 0), 2)
+        left = self.slots.pages(held, cache.waiting)
         waiting = jnp.where(left > 0, cache.waiting, EMPTY)
         offset = jnp.where(waiting[..., -1] >= 0, left[..., -1], PAGE)
-        opened = (held > 0).sum(-1, dtype=jnp.int32)
-        return dataclasses.replace(cache, pos=pos, opened=opened, waiting=waiting, offset=offset)
+        opened = self.slots.by_head(cache, (held > 0).astype(jnp.int32))
+        memory = self.layout.forget(cache.memory, self._held(pos, waiting))
+        return dataclasses.replace(cache, pos=pos, opened=opened, waiting=waiting, offset=offset, memory=memory)
 
     def room(self, cache: Cache):
         """Tokens that each row can still take, `[B, H]`; a cache that evicts has always room."""
+        units = self.slots.quota(cache, self.unit) - cache.opened
         if self.retention.evicts:
-            return jnp.full(cache.opened.shape, jnp.iinfo(jnp.int32).max)
-        units = cache.budget // self.unit - cache.opened
+            units = jnp.full_like(units, jnp.iinfo(jnp.int32).max // PAGE - 1)
+        if self.layout.shares:
+            units = jnp.minimum(units, self.layout.free(cache.memory) // cache.opened.size)
         return units * self.unit + (PAGE - cache.offset if self.unit > 1 else 0)
-
-
-def _index(x):
-    """Broadcast indices of rows and heads for an array `[B, H, ...]` of page or slot numbers."""
-    grid = jnp.indices(x.shape[:2], sparse=True)
-    return tuple(i.reshape(i.shape + (1,) * (x.ndim - 2)) for i in grid)

@@ -6,12 +6,14 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvlab import attention
 from kvlab.attention import MASKED, AttentionSpec, Partial
 from kvlab.core import BLOCK, EMPTY, NO_BOUND, PAGE, Around, Cache, Pages, Tokens
+from kvlab.slots import owners
 
 
 class Info(NamedTuple):
@@ -42,7 +44,7 @@ def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=N
         done, reads, tail_ok = _picked(policy, cache, coded, visible, picked, spec)
     done = done._replace(out=policy.codec.values.output(done.out))
     if policy.tailed:
-        done = attention.merge(done, _tail(cache, query, sees, tail_ok, spec))
+        done = attention.merge(done, _tail(policy, cache, query, sees, tail_ok, spec))
     out, lse, entropy = attention.finish(done)
     return out, lse, Info(entropy, reads, bound), shared
 
@@ -55,7 +57,7 @@ def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec:
     done, _ = _everything(policy, cache, policy.codec.keys.query(query), sees, spec, in_one=False)
     done = done._replace(out=policy.codec.values.output(done.out))
     if policy.tailed:
-        done = attention.merge(done, _tail(cache, query, sees, jnp.ones((), bool), spec))
+        done = attention.merge(done, _tail(policy, cache, query, sees, jnp.ones((), bool), spec))
     own = _raw(
         query, key_BHTD[:, :, None], value_BHTD[:, :, None], sees(jnp.broadcast_to(pos_BT[:, None, None], (B, H, 1, T))), spec
     )
@@ -64,12 +66,17 @@ def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec:
 
 
 def _sight(policy, spec: AttentionSpec, now_BM):
-    """From positions `[B, H, N, P]` to what queries at `now` may see of them, by the model's rules and by the retention's."""
+    """From positions `[B, H, N, P]` to what queries at `now` may see of them, by the model's rules and by the retention's.
+
+    `owner [B, M]` says which head a page of a pool is given to.
+    """
     now, rule = now_BM[:, None, :, None, None], policy.retention.visibility()
 
-    def sees(pos_BHNP):
+    def sees(pos_BHNP, owner=None):
+        of_head = lambda x: x.reshape(1, -1, 1, 1, 1) if owner is None else x[owner][:, None, None, :, None]
+        mine = type(rule)(*(of_head(x) if getattr(x, "ndim", 0) else x for x in rule))
         pos = pos_BHNP[:, :, None]
-        return spec.sees(pos, now) & rule.mask(pos, now)
+        return spec.sees(pos, now) & mine.mask(pos, now)
 
     return sees
 
@@ -83,12 +90,40 @@ def in_tail(cache: Cache, number):
     return (number[:, None] == cache.waiting[:, :, None]).any(-1)
 
 
+def pooled(policy, cache: Cache, query, sees, spec):
+    """Every visible token of a pool, `BLOCK` pages for each head at a time: one partial for each page, merged by its owner."""
+    (B, H), M = cache.opened.shape, cache.pos.shape[2]
+    block = min(BLOCK * H, M)
+    owner = owners(cache.bounds, M)
+
+    def step(i, carry):
+        done, reads = carry
+        start = jnp.minimum(i * block, M - block)
+        number, cut = start + jnp.arange(block), lambda x, axis: lax.dynamic_slice_in_dim(x, start, block, axis)
+        of, pos = cut(owner, 1), cut(cache.pos, 2)
+        ok = sees(pos, of) & (number >= i * block)[:, None]
+        mine = of[:, None] == jnp.arange(H)[:, None]
+        reads = reads + jnp.where(mine, ok[:, :, -1].sum(-1), 0).sum(-1, dtype=jnp.int32)
+        if policy.tailed:
+            ok = ok & ~in_tail(cache, number).any(1)[:, None, None, :, None]
+        code = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), policy.layout.slice(cache.memory, start, block))
+        mixed = jnp.take_along_axis(query, of[..., None, None], 1)
+        new = _coded(policy, mixed, code, jnp.swapaxes(ok, 1, 3), spec, jnp.swapaxes(pos, 1, 2))
+        return attention.merge_by(done, new, mine), reads
+
+    empty = _nothing(query), jnp.zeros((B, H), jnp.int32)
+    return lax.fori_loop(0, -(-M // block), step, empty)
+
+
 def weights(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, lse_BHQ):
     """What one token's queries gave each stored token, the mean over Q: `[B, H, N, P]`. Reads every key once more."""
     query = query_BHQD * spec.scale
     logits = _logits(policy, cache, query, policy.codec.keys.query(query), spec)
-    ok = _sight(policy, spec, pos_B[:, None])(cache.pos)
     lse = jnp.where(jnp.isfinite(lse_BHQ), lse_BHQ, 0.0)[..., None, None]
+    owner = owners(cache.bounds, cache.pos.shape[2]) if policy.slots.pooled else None
+    ok = _sight(policy, spec, pos_B[:, None])(cache.pos, owner)
+    if owner is not None:
+        lse = jnp.swapaxes(jnp.take_along_axis(lse, owner[..., None, None, None], 1), 1, 3)
     return jnp.where(ok, jnp.exp(jnp.where(ok, logits, MASKED) - lse), 0.0).mean(2)
 
 
@@ -104,6 +139,10 @@ def _raw(query, key_BHWPD, value_BHWPD, ok, spec) -> Partial:
 
 
 def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
+    return pooled(policy, cache, query, sees, spec) if policy.slots.pooled else _blocks(policy, cache, query, sees, spec, in_one)
+
+
+def _blocks(policy, cache: Cache, query, sees, spec, in_one: bool):
     """Every visible token: in one pass where that is allowed, codes are read in place and most are live, else by blocks."""
     B, H, N, _ = cache.pos.shape
     empty = _nothing(query), jnp.zeros((B, H), jnp.int32)
@@ -131,21 +170,30 @@ def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
 
 
 def _logits(policy, cache: Cache, query, coded, spec):
-    """Logits of all that is stored `[B, H, Q, N, P]`, from the codes block by block and from the tail."""
+    """Logits of all that is stored `[B, H, Q, N, P]`, from the codes block by block and from the tail; a pool's have H = 1."""
     B, H, N, P = cache.pos.shape
-    block = min(N, BLOCK)
+    block, pooled = min(N, BLOCK), policy.slots.pooled
+    owner: Any = owners(cache.bounds, N) if pooled else None
 
     def step(i, out):
         start = jnp.minimum(i * block, N - block)
         code, pos = policy.layout.slice(cache.memory, start, block)["k"], lax.dynamic_slice_in_dim(cache.pos, start, block, 2)
-        new = policy.codec.keys.scores(coded, code, policy.layout.by_page, pos)
+        if pooled:  # a page stands where a head does otherwise
+            mixed = jnp.take_along_axis(coded, lax.dynamic_slice_in_dim(owner, start, block, 1)[..., None, None], 1)
+            turn = lambda x: jnp.swapaxes(x, 1, 2)
+            new = policy.codec.keys.scores(mixed, jax.tree.map(turn, code), pos_BHNP=turn(pos))
+            new = jnp.swapaxes(new, 1, 3)
+        else:
+            new = policy.codec.keys.scores(coded, code, policy.layout.by_page, pos)
         return lax.dynamic_update_slice_in_dim(out, new, start, 3)
 
     out = lax.fori_loop(0, -(-N // block), step, jnp.zeros((B, H, query.shape[2], N, P)))
-    for w in range(policy.waits):
+    for w in range(policy.waits if policy.tailed else 0):
         own = jnp.einsum("bhqd,bhpd->bhqp", query, cache.tail[0][:, :, w])[..., None, :]
-        here = jnp.arange(N) == cache.waiting[:, :, w, None]
-        out = jnp.where(here[:, :, None, :, None], own, out)
+        here = (jnp.arange(N) == cache.waiting[:, :, w, None])[:, :, None, :, None]
+        if pooled:
+            own, here = jnp.where(here, own, 0.0).sum(1, keepdims=True), here.any(1, keepdims=True)
+        out = jnp.where(here, own, out)
     return spec.cap(out)
 
 
@@ -179,9 +227,9 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
     return done, chosen(view, index).sum((-1, -2), dtype=jnp.int32), tail_ok
 
 
-def _tail(cache: Cache, query, sees, tail_ok, spec) -> Partial:
+def _tail(policy, cache: Cache, query, sees, tail_ok, spec) -> Partial:
     """The newest pages, exact until they are committed."""
     key, value = cache.tail
-    pos = jnp.take_along_axis(cache.pos, jnp.maximum(cache.waiting, 0)[..., None], 2)
+    pos = policy.slots.pages(cache.pos, cache.waiting)
     ok = sees(jnp.where(cache.waiting[..., None] < 0, EMPTY, pos)) & tail_ok
     return _raw(query, key, value, ok, spec)

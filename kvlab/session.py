@@ -173,7 +173,7 @@ class Session:
         if not len(pick) or pick.min() < 0 or pick.max() >= len(self.lengths):
             raise ConfigError(f"rows {list(index)}; allowed: one or more of 0 … {len(self.lengths) - 1}")
         other = copy.copy(self)
-        other.state = loop.rows(self.policies, self.state, pick)
+        other.state = loop.rows(self.policies, self.state, pick, int((self.limits - self.lengths)[pick].max()))
         other.policies = tuple(policy.for_rows(pick) for policy in self.policies)
         other._how = jax.tree.map(lambda x: x[pick], self._how)
         other._forced, other._has_next, other.limits = self._forced[pick], self._has_next[pick], self.limits[pick]

@@ -37,8 +37,8 @@ class Means(Selection):
 class Numbered(Contiguous):
     """A layout that holds a table beside the codes."""
 
-    def pack(self, code):
-        return {"codes": super().pack(code), "table": jnp.zeros(code["k"]["x"].shape[:3], jnp.int32)}
+    def pack(self, code, held=None):
+        return {"codes": super().pack(code, held), "table": jnp.zeros(code["k"]["x"].shape[:3], jnp.int32)}
 
 
 WHOLE = Policy(KeepAll(), Raw(), Contiguous(), ReadAll())

@@ -95,7 +95,7 @@ def check(name, kind, retention, codec):
 
 def _check_answer(policy, cache, s):
     """No slot or page twice, none without a visible token, padding at the end."""
-    visible, query = memory.visible(policy, cache), jnp.asarray(s.query[-1])
+    visible, query = memory.positions(policy, cache) >= 0, jnp.asarray(s.query[-1])
     around = Around(None, lambda: jnp.einsum("bhqd,bhnpd->bhqnp", query, _stored(cache, s)))
     ids = np.asarray(jax.jit(lambda c, q, v: policy.selection.select(c.index, q, v, c, around).index)(cache, query, visible))
     ok = np.asarray(visible) if policy.selection.granularity == "page" else np.asarray(visible).reshape(*visible.shape[:2], -1, 1)

@@ -80,7 +80,7 @@ def test_the_budget_holds_after_a_second_turn(engine, policy):
     for cache in session.state.caches:
         pos = np.asarray(cache.pos)
         assert ((pos >= 0).sum((-1, -2)) <= budget).all()
-        visible = np.where(memory.visible(policy, cache), pos, -1)[0, 0]
+        visible = np.asarray(memory.positions(policy, cache))[0, 0]
         assert sorted(visible[visible >= 0].tolist()) == [0, 1, 2, 3, *range(270, 330)]
 
 

@@ -160,7 +160,7 @@ def snapshot(session: Session, batch: Batch) -> tuple[np.ndarray, dict[str, Any]
     first = np.array([list(batch.rows).index(i) for i in range(len(batch.prompts))])
     kept = []
     for policy, cache in zip(policies, caches):
-        pos = np.where(memory.visible(policy, cache), cache.pos, -1)[first]
+        pos = np.asarray(memory.positions(policy, cache))[first]
         kept.append(np.sort(pos.reshape(*pos.shape[:2], -1), -1))
     width = max(k.shape[-1] for k in kept)
     kept = [np.pad(k, ((0, 0), (0, 0), (width - k.shape[-1], 0)), constant_values=-1) for k in kept]

@@ -2,5 +2,6 @@
 
 from kvlab.layout.contiguous import Contiguous
 from kvlab.layout.page_major import PageMajor
+from kvlab.layout.paged import Paged
 
-LAYOUTS = {"contiguous": Contiguous, "page_major": PageMajor}
+LAYOUTS = {"contiguous": Contiguous, "page_major": PageMajor, "paged": Paged}

@@ -17,7 +17,7 @@ class Contiguous(Layout):
     values along channels. On a CPU that reads keys 1.6 times faster than token-major keys do.
     """
 
-    def pack(self, code):
+    def pack(self, code, held_BHN=None):
         keys = jax.tree.map(lambda x: jnp.swapaxes(_rows(x), 2, 3), code["k"])
         return {"k": keys, "v": jax.tree.map(_rows, code["v"])}
 

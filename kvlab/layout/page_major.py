@@ -17,7 +17,7 @@ class PageMajor(Layout):
 
     by_page = True
 
-    def pack(self, code):
+    def pack(self, code, held_BHN=None):
         return _turned(code)
 
     def write(self, memory, page_BH, offset_BH, code):

@@ -1,0 +1,78 @@
+"""Heads that need more tokens get more."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvlab.core import PAGE, Retention, part
+from kvlab.errors import ConfigError
+
+
+@part
+class AdaKV(Retention):
+    """`inner`, whose heads share one budget: the tokens of highest priority in any head of a layer stay.
+
+        share(head) = |{top H·budget of all heads' tokens} ∩ head|        at least ⌊safeguard · budget⌋ each
+
+    https://arxiv.org/abs/2407.11550, algorithm 1. Priorities must be comparable between heads, as attention weights are. The
+    shares are set by the prompt; while decoding each head evicts pages of its own. Memory is the sum of what the heads have,
+    in whole pages and at least two of them, because the open one has to stay.
+
+    Fields:
+      inner: a retention with one budget for all heads.
+      safeguard: share of the equal budget that every head gets, 0 … 1.
+    """
+
+    inner: Any
+    safeguard: float = 0.2
+    unit = PAGE
+    uneven = True
+
+    @property
+    def pool(self):
+        return self.inner.pool
+
+    @property
+    def needs(self):
+        return self.inner.needs
+
+    @property
+    def observes(self):
+        return self.inner.observes
+
+    @property
+    def renews(self):
+        return self.inner.renews
+
+    def budget(self, prompt, total, unit):
+        if not 0 <= self.safeguard <= 1:
+            raise ConfigError(f"adakv: safeguard={self.safeguard}; allowed: 0 … 1")
+        return self.inner.budget(prompt, total, unit)
+
+    def at(self, layer, model):
+        inner = self.inner.at(layer, model)
+        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
+
+    def score(self, key, value, pos, **seen):
+        return self.inner.score(key, value, pos, **seen)
+
+    def fresh(self, key, value, pos, **seen):
+        return self.inner.fresh(key, value, pos, **seen)
+
+    def observe(self, state, weight, pos, now):
+        return self.inner.observe(state, weight, pos, now)
+
+    def priority(self, state, pos, now):
+        return self.inner.priority(state, pos, now)
+
+    def visibility(self):
+        return self.inner.visibility()
+
+    def shares(self, priority, pos, budget):
+        B, H, T = priority.shape
+        own = jnp.argsort(jnp.argsort(-priority, -1), -1)  # rank inside the head
+        safe = own < jnp.floor(self.safeguard * budget + 1e-6)
+        ranked = jnp.where(safe, jnp.inf, priority).reshape(B, H * T)
+        first = jnp.argsort(jnp.argsort(-ranked, -1), -1) < min(H * budget, H * T)
+        return (first & (ranked > -jnp.inf)).reshape(B, H, T).sum(-1, dtype=jnp.int32)

@@ -13,10 +13,10 @@ class PyramidKV(SnapKV):
 
         budget(layer) = high − (high − low) · layer / (layers − 1)        low = mean / beta,   high = 2 · mean − low
 
-    `mean` is what `ratio` or `size` ask for, so layers keep as much together as with `SnapKV`, up to rounding. A layer keeps
-    at most what the prompt has before the window; then low makes up for it. Where that leaves the last layer less than the
-    window, or more than the first, there is no pyramid: every layer keeps `mean`. So the authors' code has it, but for the
-    window, which they keep besides. While decoding budgets stay as they are.
+    `mean` is what `ratio` or `size` ask for, so layers keep as much together as with `SnapKV`; each is rounded to the nearest.
+    A layer keeps at most what the prompt has before the window; then low makes up for it. Where that leaves the last layer
+    less than the window, or more than the first, there is no pyramid: every layer keeps `mean`. So the authors' code has it,
+    but for the window, which they keep besides. While decoding budgets stay as they are.
 
     Fields, besides those of `SnapKV`:
       beta: the larger, the steeper; 1 is even.
@@ -48,5 +48,5 @@ class PyramidKV(SnapKV):
             high = prompt - self.window
             low = 2 * mean - high
         if self.layers == 1 or not prompt >= high >= low >= self.window:
-            return super().budget(prompt, total, unit)
+            return max(1, round(mean))
         return round(high - self.layer * (high - low) / (self.layers - 1))

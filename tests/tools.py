@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvlab import gates
+from kvlab import gates, needs
 from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
@@ -134,7 +134,10 @@ def make(retention, codec, layout, selection) -> Policy:
 
 @dataclasses.dataclass
 class Sequence:
-    """Random queries, keys and values of a whole sequence, and the record of its ragged prompt (pads are poison)."""
+    """Random queries, keys and values of a whole sequence, and the record of its ragged prompt (pads are poison).
+
+    Prompts' queries and what every token has besides serve retentions that need them.
+    """
 
     lengths: np.ndarray
     steps: int
@@ -143,6 +146,25 @@ class Sequence:
     query: np.ndarray  # [steps, B, H, G, D]
     record: Record
     spec: AttentionSpec
+    prompt_query: np.ndarray  # [B, T, H, G, D], rotated
+    hidden: np.ndarray  # [B, T + steps, E], by position
+    out: np.ndarray  # the output projection, [E, H, G, D]
+
+    def prompt(self, names) -> Record:
+        """The record with what `names` ask for of `kvlab.needs`; importance, which takes a replay, is ∞."""
+        T = self.prompt_query.shape[1]
+        value = np.moveaxis(self.value, 1, 2)[:, :T]
+        own = needs.of_tokens(needs.Pass(self.hidden[:, :T], value, self.out), names)
+        frequency = 1e4 ** -np.linspace(0, 1, self.key.shape[-1] // 2, dtype=np.float32)
+        given = needs.Prompt(jnp.asarray(self.prompt_query), self.record.key_BHTD, self.record.pos_BT, self.spec, frequency)
+        return dataclasses.replace(self.record, seen={**own, **needs.of_prompt(given, names)})
+
+    def later(self, names) -> dict:
+        """What `names` ask for of the tokens that are appended, `[steps, B, 1 or H, ...]`, in the order of `appended`."""
+        rows, at = np.arange(len(self.lengths)), self.lengths + np.arange(self.steps)[:, None]
+        value = np.moveaxis(self.value, 1, 2)[rows, at]
+        step = lambda hidden, value: needs.of_tokens(needs.Pass(hidden, value, self.out), names)
+        return jax.vmap(step)(self.hidden[rows, at], value)
 
 
 def sequence(lengths=(150, 97), bucket=192, steps=140, H=2, G=3, D=32, seed=0, spec=None) -> Sequence:
@@ -153,21 +175,24 @@ def sequence(lengths=(150, 97), bucket=192, steps=140, H=2, G=3, D=32, seed=0, s
     pos = np.where(np.arange(bucket) < lengths[:, None], np.arange(bucket), EMPTY)
     poison = lambda x: jnp.asarray(np.where(pos[:, None, :, None] < 0, 1e4, x[:, :, :bucket]).astype(np.float32))
     record = Record(poison(key), poison(value), jnp.asarray(pos))
-    return Sequence(lengths, steps, key, value, normal(steps, B, H, G, D), record, spec or AttentionSpec(D**-0.5))
+    query, prompt_query = normal(steps, B, H, G, D), normal(B, bucket, H, G, D)
+    prompt_query = np.where(pos[..., None, None, None] < 0, np.float32(1e4), prompt_query)
+    hidden, out = normal(B, bucket + steps, 24), normal(24, H, G, D)
+    return Sequence(lengths, steps, key, value, query, record, spec or AttentionSpec(D**-0.5), prompt_query, hidden, out)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def decode(policy, cache, key, value, query, start, spec):
-    """Appends and attends step by step: outputs, positions, reads, and the last cache."""
+def decode(policy, cache, key, value, query, start, spec, given=None):
+    """Appends and attends step by step: outputs, positions, reads, and the last cache. `given`: see `Sequence.later`."""
 
     def step(cache, x):
-        k, v, q, i = x
-        done = policy.attend(policy.append(cache, k, v, start + i), q, start + i, spec)
+        k, v, q, i, own = x
+        done = policy.attend(policy.append(cache, k, v, start + i, seen=own), q, start + i, spec)
         seen = {"out": done.out_BHQD, "lse": done.lse_BHQ, "pos": done.cache.pos, "entropy": done.info.entropy_BHQ}
         seen |= {"reads": done.info.reads_BH, "bound": done.info.bound_BH, "waiting": done.cache.waiting}
         return done.cache, seen
 
-    return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query))))
+    return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query)), given or {}))
 
 
 @jax.jit
@@ -188,10 +213,10 @@ def appended(s: Sequence):
 
 
 def run(policy: Policy, s: Sequence, budget: int | None = None):
-    total = int(s.lengths.max()) + s.steps
-    cache = policy.fill(s.record, budget or policy.budget(int(s.lengths.max()), total))
+    total, names = int(s.lengths.max()) + s.steps, policy.retention.needs
+    cache = policy.fill(s.prompt(names), budget or policy.budget(int(s.lengths.max()), total))
     key, value = appended(s)
-    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec)
+    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec, s.later(names))
     return cache, last, {k: np.asarray(v) for k, v in (seen | {"first": cache.pos}).items()}
 
 

@@ -55,12 +55,26 @@ class Protect(Retention):
     def needs(self):
         return self.inner.needs
 
+    @property
+    def observes(self):
+        return self.inner.observes
+
+    @property
+    def renews(self):
+        return self.inner.renews
+
     def at(self, layer, model):
         inner = self.inner.at(layer, model)
         return self if inner is self.inner else dataclasses.replace(self, inner=inner)
 
     def score(self, key, value, pos, **seen):
         return self.inner.score(key, value, pos, **seen)
+
+    def fresh(self, key, value, pos, **seen):
+        return self.inner.fresh(key, value, pos, **seen)
+
+    def observe(self, state, weight, pos, now):
+        return self.inner.observe(state, weight, pos, now)
 
     def priority(self, state, pos, now):
         safe = (pos < self.sinks) | (pos > now - self.recent)

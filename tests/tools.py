@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvlab import gates
+from kvlab import gates, loop
 from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
@@ -157,17 +157,17 @@ def sequence(lengths=(150, 97), bucket=192, steps=140, H=2, G=3, D=32, seed=0, s
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def decode(policy, cache, key, value, query, start, spec):
-    """Appends and attends step by step: outputs, positions, reads, and the last cache."""
+def decode(policy, cache, key, value, query, start, spec, own=None):
+    """Appends and attends step by step: outputs, positions, reads, and the last cache; `own` is what tokens have besides."""
 
     def step(cache, x):
-        k, v, q, i = x
-        done = policy.attend(policy.append(cache, k, v, start + i), q, start + i, spec)
+        k, v, q, i, given = x
+        done = policy.attend(policy.append(cache, k, v, start + i, None, given), q, start + i, spec)
         seen = {"out": done.out_BHQD, "lse": done.lse_BHQ, "pos": done.cache.pos, "entropy": done.info.entropy_BHQ}
         seen |= {"reads": done.info.reads_BH, "bound": done.info.bound_BH, "waiting": done.cache.waiting}
         return done.cache, seen
 
-    return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query))))
+    return jax.lax.scan(step, cache, (key, value, query, jnp.arange(len(query)), own or {}))
 
 
 @jax.jit
@@ -187,11 +187,11 @@ def appended(s: Sequence):
     return tuple(jnp.asarray(np.moveaxis(pick(x), 2, 0)) for x in (s.key, s.value))
 
 
-def run(policy: Policy, s: Sequence, budget: int | None = None):
+def run(policy: Policy, s: Sequence, budget: int | None = None, own=None):
     total = int(s.lengths.max()) + s.steps
-    cache = policy.fill(s.record, budget or policy.budget(int(s.lengths.max()), total))
+    cache = loop.fill(policy, s.record, budget or policy.budget(int(s.lengths.max()), total))
     key, value = appended(s)
-    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec)
+    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec, own)
     return cache, last, {k: np.asarray(v) for k, v in (seen | {"first": cache.pos}).items()}
 
 

@@ -44,7 +44,7 @@ class Combinator(Retention):
 
     def at(self, layer, model):
         inner = self.inner.at(layer, model)
-        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
+        return self if inner is self.inner else dataclasses.replace(self, inner=inner)  # type: ignore[type-var]
 
     def score(self, key, value, pos, **seen):
         return self.inner.score(key, value, pos, **seen)

@@ -60,7 +60,7 @@ def calibrate(model: str, text: str, contexts: int, length: int, path: str | Pat
     compilation.use_private_cache()
     data, loaded = Data(contexts, (text,), length=length), models.load(model)
     ids = [record.prompt(data, loaded.tokenizer, index) for index in range(contexts)]
-    about = {"model": model, "digest": loaded.digest, "text": text, "text_digest": texts.digest(text)}
-    about |= {"contexts": contexts, "length": length}
+    made = {"model": model, "digest": loaded.digest, "text": text, "text_digest": texts.digest(text)}
+    about = {**made, "contexts": contexts, "length": length}
     save(directions(loaded, ids), path, about)
     return about

@@ -15,6 +15,8 @@ from kvlab.codec import Raw
 from kvlab.core import PAGE, Record
 from kvlab.decode import Engine, needs
 from kvlab.errors import ConfigError
+from kvlab.experiment import run as runner
+from kvlab.experiment.config import Cell
 from kvlab.layout import Contiguous, PageMajor
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
@@ -327,6 +329,18 @@ def test_calibrating_writes_what_the_retention_reads(tiny, monkeypatch, tmp_path
     assert (
         about["model"] == "tiny" and about["contexts"] == 2 and about["digest"] == tiny.digest and len(about["text_digest"]) == 64
     )
+
+
+def test_results_depend_on_what_is_in_the_files_that_parts_name(tmp_path):
+    """Filters inside another retention too; a file that is not there is refused before anything runs."""
+    (tmp_path / "f.safetensors").write_bytes(b"one")
+    inner = {"name": "q_filters", "ratio": 0.5, "filters": str(tmp_path / "f.safetensors")}
+    cell = Cell({"name": "tiny"}, {"name": "mqar"}, {"retention": {"name": "chunkkv", "inner": inner}})
+    before = runner.files_digest(cell)
+    (tmp_path / "f.safetensors").write_bytes(b"two")
+    assert runner.files_digest(cell) != before != "" and runner.files_digest(Cell({}, {}, {"retention": "keep_all"})) == ""
+    with pytest.raises(ConfigError, match="no such file; give one of smollm2-135m"):
+        Cell({}, {}, {"retention": {**inner, "filters": "none"}}).files()
 
 
 def test_filters_of_another_model_are_refused(tiny, tmp_path):

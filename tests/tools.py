@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvlab import gates, loop
+from kvlab import gates
 from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
@@ -189,7 +189,7 @@ def appended(s: Sequence):
 
 def run(policy: Policy, s: Sequence, budget: int | None = None, own=None):
     total = int(s.lengths.max()) + s.steps
-    cache = loop.fill(policy, s.record, budget or policy.budget(int(s.lengths.max()), total))
+    cache = policy.fill(s.record, budget or policy.budget(int(s.lengths.max()), total))
     key, value = appended(s)
     last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec, own)
     return cache, last, {k: np.asarray(v) for k, v in (seen | {"first": cache.pos}).items()}

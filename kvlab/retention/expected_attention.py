@@ -47,7 +47,8 @@ class ExpectedAttention(Sized):
             raise ConfigError("expected_attention: no rotary frequencies; write policy.at(layer, model.config) first")
         mean, cov = self._ahead(pos.max(-1), seen["query_mean"], seen["query_cov"])
         logits = self.scale * jnp.einsum("bhtd,bhgd->bhgt", key, mean)
-        logits += self.scale**2 / 2 * jnp.einsum("bhtd,bhgde,bhte->bhgt", key, cov, key)
+        spread = jnp.einsum("bhtd,bhgde->bhgte", key, cov)  # in two products: one over all three may form k kᵀ of every token
+        logits += self.scale**2 / 2 * jnp.einsum("bhgte,bhte->bhgt", spread, key)
         counted = (pos >= self.sinks)[:, :, None]
         weight = nn.softmax(jnp.where(counted, logits, -1e30), -1).mean(2)
         return jnp.where(pos < self.sinks, jnp.inf, (weight + self.epsilon) * jnp.linalg.norm(value, axis=-1))

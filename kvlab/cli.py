@@ -109,6 +109,23 @@ def train(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A model, such as smollm2-135m.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    text: Annotated[str, typer.Option(help="What it reads: docstrings, stdlib, licences, or a path.")] = "docstrings",
+    contexts: Annotated[int, typer.Option(help="How many pieces of the text.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of each.")] = 1024,
+    json_: Json = None,
+) -> None:
+    """Find where a model's queries point, for the retention q_filters."""
+    from kvlab.train import calibrate as module
+
+    about = module.calibrate(model, text, contexts, length, out)
+    print(out)
+    write_json(json_, {**about, "filters": str(out)})
+
+
+@app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="A model, such as smollm2-135m or hf:org/name.")],
     again: Annotated[bool, typer.Option(help="Fetch and convert even if it is there.")] = False,

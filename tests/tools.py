@@ -212,11 +212,13 @@ def appended(s: Sequence):
     return tuple(jnp.asarray(np.moveaxis(pick(x), 2, 0)) for x in (s.key, s.value))
 
 
-def run(policy: Policy, s: Sequence, budget: int | None = None):
+def run(policy: Policy, s: Sequence, budget: int | None = None, own=None):
+    """The first cache, the last one, and what was seen; a record that holds what is needed goes as it is, with its tokens' `own`."""
     total, names = int(s.lengths.max()) + s.steps, policy.retention.needs
-    cache = policy.fill(s.prompt(names), budget or policy.budget(int(s.lengths.max()), total))
+    record, own = (s.record, own) if own else (s.prompt(names), s.later(names))
+    cache = policy.fill(record, budget or policy.budget(int(s.lengths.max()), total))
     key, value = appended(s)
-    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec, s.later(names))
+    last, seen = decode(policy, cache, key, value, jnp.asarray(s.query), jnp.asarray(s.lengths), s.spec, own)
     return cache, last, {k: np.asarray(v) for k, v in (seen | {"first": cache.pos}).items()}
 
 

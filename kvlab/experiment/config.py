@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +27,20 @@ from kvlab.errors import ConfigError, nearest
 from kvlab.experiment.layers import Choice, LayerOverride, checked, known_keys, without_selection
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
+from kvlab.retention import q_filters
 from kvlab.tasks import TASKS, Task
 
 AXIS = "grid."
+FILES: dict[str, Callable[[str], Path]] = {"gate": gates.find, "filters": q_filters.find}  # options that name a file
 S = TypeVar("S", bound=msgspec.Struct)
+
+
+def _files(part: Any) -> Iterator[Path]:
+    """The files that a part's table names, those of parts inside it included."""
+    for key, value in part.items() if isinstance(part, dict) else ():
+        if key in FILES and value:
+            yield FILES[key](value)
+        yield from _files(value)
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,12 +94,11 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(made)
 
     def files(self) -> set[Path]:
-        """Files whose content a result of this cell depends on: gates and a ranking. Errors: ConfigError."""
+        """Files whose content a result of this cell depends on: gates, filters and a ranking. Errors: ConfigError."""
         tables = [self.policy]
         if not isinstance(self.layers, Choice):
             tables += [override.policy for override in self.layers]
-        chosen = (table.get("selection") for table in tables)
-        found = {gates.find(part["gate"]) for part in chosen if isinstance(part, dict) and part.get("gate")}
+        found = {file for table in tables for kind in ("selection", "retention") for file in _files(table.get(kind))}
         if isinstance(self.layers, Choice) and self.layers.ranking is not None:
             found.add(Path(self.layers.ranking).expanduser())
         return found

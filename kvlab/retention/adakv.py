@@ -1,16 +1,16 @@
 """Heads that need more tokens get more."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from kvlab.core import PAGE, Retention, part
+from kvlab.core import PAGE, part
 from kvlab.errors import ConfigError
+from kvlab.retention.combinator import Combinator
 
 
 @part
-class AdaKV(Retention):
+class AdaKV(Combinator):
     """`inner`, whose heads share one budget: the tokens of highest priority in any head of a layer stay.
 
         share(head) = |{top H·budget of all heads' tokens} ∩ head|        at least ⌊safeguard · budget⌋ each
@@ -29,45 +29,13 @@ class AdaKV(Retention):
     unit = PAGE
     uneven = True
 
-    @property
-    def pool(self):
-        return self.inner.pool
-
-    @property
-    def needs(self):
-        return self.inner.needs
-
-    @property
-    def observes(self):
-        return self.inner.observes
-
-    @property
-    def renews(self):
-        return self.inner.renews
-
     def budget(self, prompt, total, unit):
         if not 0 <= self.safeguard <= 1:
             raise ConfigError(f"adakv: safeguard={self.safeguard}; allowed: 0 … 1")
         return self.inner.budget(prompt, total, unit)
 
-    def at(self, layer, model):
-        inner = self.inner.at(layer, model)
-        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
-
-    def score(self, key, value, pos, **seen):
-        return self.inner.score(key, value, pos, **seen)
-
-    def fresh(self, key, value, pos, **seen):
-        return self.inner.fresh(key, value, pos, **seen)
-
-    def observe(self, state, weight, pos, now):
-        return self.inner.observe(state, weight, pos, now)
-
     def priority(self, state, pos, now):
         return self.inner.priority(state, pos, now)
-
-    def visibility(self):
-        return self.inner.visibility()
 
     def shares(self, priority, pos, budget):
         B, H, T = priority.shape

@@ -1,17 +1,17 @@
 """Some tokens never go."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from kvlab.core import Retention, Visibility, part
+from kvlab.core import Visibility, part
 from kvlab.errors import ConfigError
+from kvlab.retention.combinator import Combinator
 from kvlab.retention.window import span
 
 
 @part
-class Protect(Retention):
+class Protect(Combinator):
     """`inner`, except that the first `sinks` tokens and the last `recent` (the current one included) always stay.
 
         priority(pos) = ∞ where pos < sinks or pos > now − recent, else inner's
@@ -24,22 +24,6 @@ class Protect(Retention):
     sinks: int = 4
     recent: int = 64
 
-    @property
-    def unit(self):
-        return self.inner.unit
-
-    @property
-    def evicts(self):
-        return self.inner.evicts
-
-    @property
-    def aligned(self):
-        return self.inner.aligned
-
-    @property
-    def pool(self):
-        return self.inner.pool
-
     def budget(self, prompt, total, unit):
         if self.sinks < 0 or self.recent < 0:
             raise ConfigError(f"protect: sinks={self.sinks}, recent={self.recent}; both must be ≥ 0")
@@ -50,31 +34,6 @@ class Protect(Retention):
                 "give it a larger budget or protect fewer"
             )
         return given
-
-    @property
-    def needs(self):
-        return self.inner.needs
-
-    @property
-    def observes(self):
-        return self.inner.observes
-
-    @property
-    def renews(self):
-        return self.inner.renews
-
-    def at(self, layer, model):
-        inner = self.inner.at(layer, model)
-        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
-
-    def score(self, key, value, pos, **seen):
-        return self.inner.score(key, value, pos, **seen)
-
-    def fresh(self, key, value, pos, **seen):
-        return self.inner.fresh(key, value, pos, **seen)
-
-    def observe(self, state, weight, pos, now):
-        return self.inner.observe(state, weight, pos, now)
 
     def priority(self, state, pos, now):
         safe = (pos < self.sinks) | (pos > now - self.recent)

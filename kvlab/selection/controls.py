@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import nn
 
 from kvlab.core import part
+from kvlab.hashing import mixed
 from kvlab.selection.top import Top
 
 
@@ -16,15 +17,8 @@ class Random(Top):
     def scores(self, state, query, visible, cache, around):
         now = jnp.where(visible, cache.pos, -1).max((-1, -2), keepdims=True)
         head = jnp.arange(visible.shape[1])[:, None, None]
-        x = _mixed(cache.pos.astype(jnp.uint32) + _mixed((now * 65_537 + head * 257 + self.seed).astype(jnp.uint32)))
+        x = mixed(cache.pos.astype(jnp.uint32) + mixed((now * 65_537 + head * 257 + self.seed).astype(jnp.uint32)))
         return (x >> 8).astype(jnp.float32)
-
-
-def _mixed(x):
-    """The finaliser of MurmurHash3: every bit of the result depends on every bit of x."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 @part

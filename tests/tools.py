@@ -216,7 +216,17 @@ def through(codec, rows, pos=None):
     pos = np.arange(len(rows)) if pos is None else pos
     page = np.pad(rows, ((0, PAGE - len(rows)), (0, 0)))[None, None, None]
     pos = jnp.asarray(np.pad(pos, (0, PAGE - len(rows)), constant_values=EMPTY), jnp.int32)[None, None, None]
-    return np.asarray(codec.output(codec.decode(codec.encode(jnp.asarray(page), pos), pos)))[0, 0, 0, : len(rows)]
+    return np.asarray(_back(codec, _coded(codec, jnp.asarray(page), pos), pos))[0, 0, 0, : len(rows)]
+
+
+@jax.jit
+def _coded(codec, page, pos):
+    return codec.encode(page, pos)
+
+
+@jax.jit
+def _back(codec, code, pos):
+    return codec.output(codec.decode(code, pos))
 
 
 def stored(policy: Policy, s: Sequence, pos, waiting, b, h):

@@ -129,7 +129,8 @@ class Retention:
 class Codec:
     """What a stored vector looks like. Arithmetic only; addresses are the layout's.
 
-    A code is a dict of leaves `[B, H, N, p, C]` with p = 64 (per token) or 1 (per page). Every codec serves for keys and
+    A code is a dict of leaves `[B, H, N, p, C]`, p = 64 in `x` (a row per token), and any p that divides 64 in parameters: the
+    row of a token is its offset · p // 64. `decode` also takes single tokens, p = 1 throughout. Every codec serves for keys and
     for values; `KV` (kvlab/codec/kv.py) names one for each. `pos [B, H, N, p]` is where the vectors' tokens stand, EMPTY
     where there is none; most codecs have no use for it.
 

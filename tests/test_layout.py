@@ -11,11 +11,18 @@ import pytest
 from kvlab import attention, memory, reading
 from kvlab.attention import AttentionSpec
 from kvlab.bench import select
+from kvlab.codec import KV, NF4, Int2, Int4, Outliers
 from kvlab.core import PAGE, Record
 from tests import tools
 
 B, H, N, D = 2, 3, 5, 8
 SINGLE = [name for name, codec in tools.CODECS.items() if max(codec.keys.group, codec.values.group) == 1]
+NARROW = {  # parameters of 4 and 2 rows a page, and of several numbers a token
+    "int4": KV(Int4("channel", 16), Int4("token", 4)),
+    "int2": KV(Int2("token", 8), Int2("channel", 32)),
+    "outliers": Outliers(KV(Int4("channel", 32), NF4(8)), 0.2),
+}
+HELD = tools.CODECS | NARROW
 everywhere = pytest.mark.parametrize("layout", tools.LAYOUTS.values(), ids=tools.LAYOUTS)
 
 
@@ -35,7 +42,7 @@ def numpy(code):
 
 
 @everywhere
-@pytest.mark.parametrize("codec", tools.CODECS.values(), ids=tools.CODECS)
+@pytest.mark.parametrize("codec", HELD.values(), ids=HELD)
 def test_what_was_packed_comes_back(layout, codec, rng):
     """All of it, a slice, named pages and named tokens, for leaves of a number per token and of one per page."""
     code = codes(codec)
@@ -47,10 +54,13 @@ def test_what_was_packed_comes_back(layout, codec, rng):
     each = lambda x: np.repeat(x, PAGE // x.shape[3], 3).reshape(B, H, N * PAGE, 1, -1)
     got = jax.jit(layout.tokens)(held, jnp.asarray(slot))
     same(got, jax.tree.map(lambda x: np.take_along_axis(each(x), slot[..., None, None], 2), want))
+    for side, of in (("k", codec.keys), ("v", codec.values)):  # a token is what it is within its page
+        whole = np.asarray(of.decode(code[side])).reshape(B, H, N * PAGE, 1, D)
+        np.testing.assert_allclose(of.decode(got[side]), np.take_along_axis(whole, slot[..., None, None], 2), atol=1e-6)
 
 
 @everywhere
-@pytest.mark.parametrize("codec", tools.CODECS.values(), ids=tools.CODECS)
+@pytest.mark.parametrize("codec", HELD.values(), ids=HELD)
 def test_pages_are_written_where_they_are_named(layout, codec, rng):
     """Every row and head at a page of its own; a page past the end changes nothing."""
     page = rng.integers(0, N, (B, H))
@@ -138,7 +148,7 @@ def test_the_benchmark_reports_every_piece(capsys):
     assert figures["bytes_read"]["page"] < 0.6 * figures["bytes_read"]["dense"]
 
 
-@pytest.mark.parametrize("codec", tools.CODECS)
+@pytest.mark.parametrize("codec", [*tools.CODECS, "kivi_2", "outliers"])
 def test_reading_pages_unpacks_no_more_than_those(codec):
     """Of 512 pages one page of each head lies unpacked at a time, and nothing of the cache's own size."""
     policy = dataclasses.replace(tools.make("keep_all", codec, "page_major", "pages"), selection=tools.LatePages(52))

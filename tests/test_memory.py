@@ -10,7 +10,7 @@ import pytest
 
 from kvlab import memory
 from kvlab.attention import AttentionSpec
-from kvlab.codec import Int8, Raw
+from kvlab.codec import KV, NF4, Fp8, Int2, Int4, Int8, Kivi, Outliers, Raw
 from kvlab.core import Record
 from kvlab.layout import Contiguous
 from kvlab.policy import Policy
@@ -51,6 +51,19 @@ def test_int8_saves_what_it_promises(scale, length, most):
     policy = Policy(KeepAll(), Int8(scale), Contiguous(), ReadAll())
     size = lambda p: memory.expected(p, 1, 3, 64, filled(p, 1, length, 0)[0])
     assert size(policy) / size(FULL) <= most
+
+
+@pytest.mark.parametrize("codec,most", [
+    (Int4("token", 64), 0.17), (KV(Int4("channel", 64), Int4("token", 64)), 0.17), (Int4("token", 32), 0.18),
+    (Int2("token", 32), 0.12), (Kivi(2), 0.14), (Fp8(), 0.29), (NF4(), 0.16), (Outliers(Int4("token", 64)), 0.2),
+], ids=str)  # fmt: skip
+def test_few_bits_save_what_they_promise(codec, most):
+    """Of 8192 tokens, with scales, zero points, positions and the exact tail."""
+    policy = Policy(KeepAll(), codec, Contiguous(), ReadAll())
+    budget, cache = filled(policy, 1, 8192, 0)
+    expected = memory.expected(policy, 1, 3, 64, budget)
+    assert memory.resident(cache) == expected
+    assert most - 0.03 < expected / memory.expected(FULL, 1, 3, 64, 8192) <= most
 
 
 def test_caches_have_the_models_kv_heads():
@@ -115,6 +128,11 @@ def test_no_cache_sized_copy(names, batch):
     check_no_copy(names, batch)
 
 
+@pytest.mark.parametrize("layout", tools.LAYOUTS)
+def test_no_cache_sized_copy_of_packed_codes(layout):
+    check_no_copy(("keep_all", "kivi_2", layout, "read_all"), 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("names", [n for n in READ_ALL if n not in QUICK], ids="-".join)
@@ -133,7 +151,7 @@ def check_no_copy(names, batch):
     policy = tools.make(*names)
     policy = dataclasses.replace(policy, retention=_keeping(32_000, policy.retention))
     program, cache = compiled_step(policy, batch, 32_768)
-    kinds = {"float32": "f32", "int8": "s8", "uint16": "u16"}
+    kinds = {"float32": "f32", "int8": "s8", "uint16": "u16", "uint8": "u8"}
     for leaf in (x for x in jax.tree.leaves(cache.memory) if x.size > 100_000):
         shape_ = f"{kinds[str(leaf.dtype)]}[{','.join(map(str, leaf.shape))}]"
         assert not re.search(re.escape(shape_) + r"\S* copy\(", program.as_text()), f"{shape_} is copied"

@@ -12,7 +12,7 @@ from flax import nnx
 
 from kvlab import gates, needs
 from kvlab.attention import AttentionSpec
-from kvlab.codec import KV, Int8, Raw
+from kvlab.codec import KV, NF4, Fp8, Hadamard, Int2, Int4, Int8, Kivi, Outliers, PreRope, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Record, Retention, Selection, Tokens, part, static
 from kvlab.errors import RefusedPolicy
 from kvlab.layout import Contiguous, PageMajor
@@ -83,6 +83,22 @@ CODECS = {
     "int8_channel": Int8("channel"),
     "kivi": KV(Int8("channel"), Int8("token")),
 }
+FREQUENCIES = (1e4 ** -np.linspace(0, 1, 16, endpoint=False)).astype(np.float32)
+MORE_CODECS = {  # for head dimensions of 32 and more; tests/test_coded_caches.py has them with every layout
+    "fp8": Fp8(),
+    "fp8_channel": Fp8("e5m2", "channel"),
+    "fp8_none": Fp8(scale="none"),
+    "int4": Int4(),
+    "int4_channel": Int4("channel", 16),
+    "int2": Int2(group_size=16, residual=64),
+    "kivi_2": Kivi(2, residual=0),
+    "kivi_4": Kivi(4, 64 // 2, residual=64),
+    "nf4": NF4(32),
+    "hadamard": Hadamard(Raw("float16")),
+    "outliers": Outliers(Int4(), 0.05),
+    "outliers_kivi": Outliers(Kivi(4, residual=0), 0.01),
+    "pre_rope": PreRope(Raw("float16"), FREQUENCIES),
+}
 LAYOUTS = {"contiguous": Contiguous(), "page_major": PageMajor()}
 
 
@@ -127,7 +143,7 @@ COVERING += [(r, c, "page_major", s) for r, c, s in zip(itertools.cycle(RETENTIO
 def make(retention, codec, layout, selection) -> Policy:
     """The named product, or a declared skip with the reason of the refusal."""
     try:
-        return Policy(RETENTIONS[retention], CODECS[codec], LAYOUTS[layout], SELECTIONS[selection])
+        return Policy(RETENTIONS[retention], (CODECS | MORE_CODECS)[codec], LAYOUTS[layout], SELECTIONS[selection])
     except RefusedPolicy as error:
         pytest.skip(f"refused: {error}")
 
@@ -227,7 +243,28 @@ def through(codec, rows, pos=None):
     pos = np.arange(len(rows)) if pos is None else pos
     page = np.pad(rows, ((0, PAGE - len(rows)), (0, 0)))[None, None, None]
     pos = jnp.asarray(np.pad(pos, (0, PAGE - len(rows)), constant_values=EMPTY), jnp.int32)[None, None, None]
-    return np.asarray(codec.output(codec.decode(codec.encode(jnp.asarray(page), pos), pos)))[0, 0, 0, : len(rows)]
+    return np.asarray(_back(codec, _coded(codec, jnp.asarray(page), pos), pos))[0, 0, 0, : len(rows)]
+
+
+@jax.jit
+def _coded(codec, page, pos):
+    return codec.encode(page, pos)
+
+
+@jax.jit
+def _back(codec, code, pos):
+    return codec.output(codec.decode(code, pos))
+
+
+def stored(policy: Policy, s: Sequence, pos, waiting, b, h):
+    """Keys and values `[S, D]` of one row and head by slot: codes of full pages, waiting ones exact, zeros in empty slots."""
+    keys, values = [], []
+    for n, page in enumerate(pos[b, h]):
+        rows = [np.where((page >= 0)[:, None], x[b, h, np.maximum(page, 0)], 0).astype(np.float32) for x in (s.key, s.value)]
+        if not (policy.tailed and n in waiting[b, h]):
+            rows = [through(c, x, page) for c, x in zip((policy.codec.keys, policy.codec.values), rows)]
+        keys, values = [*keys, rows[0]], [*values, rows[1]]
+    return np.concatenate(keys), np.concatenate(values)
 
 
 def oracle(policy: Policy, s: Sequence, seen, step: int):
@@ -235,16 +272,9 @@ def oracle(policy: Policy, s: Sequence, seen, step: int):
     rule, spec = policy.retention.visibility(), s.spec
     out = np.zeros(seen["out"].shape[1:])
     for b, h in np.ndindex(out.shape[:2]):
-        pos, now = seen["pos"][step, b, h], s.lengths[b] + step
-        keys, values, ok = [], [], []
-        for n, page in enumerate(pos):
-            rows = [np.where((page >= 0)[:, None], x[b, h, np.maximum(page, 0)], 0).astype(np.float32) for x in (s.key, s.value)]
-            raw = policy.tailed and n in seen["waiting"][step, b, h]
-            if not raw:
-                rows = [through(c, x, page) for c, x in zip((policy.codec.keys, policy.codec.values), rows)]
-            sees = np.asarray(spec.sees(page, now) & np.asarray(rule.mask(page, now)))
-            keys, values, ok = [*keys, rows[0]], [*values, rows[1]], [*ok, sees]
-        key, value, ok = np.concatenate(keys), np.concatenate(values), np.concatenate(ok)
+        pos, now = seen["pos"][step, b, h].reshape(-1), s.lengths[b] + step
+        key, value = stored(policy, s, seen["pos"][step], seen["waiting"][step], b, h)
+        ok = np.asarray(spec.sees(pos, now) & np.asarray(rule.mask(pos, now)))
         logits = np.asarray(spec.cap(jnp.asarray(s.query[step, b, h] @ key.T * spec.scale)))
         ok &= _selected(policy.selection, s, seen, (step, b, h), ok, logits)
         if ok.any():

@@ -1,5 +1,6 @@
 """One codec for keys, another for values."""
 
+import dataclasses
 from typing import Any
 
 from kvlab.core import Codec, part
@@ -14,8 +15,12 @@ class KV(Codec):
 
     @property
     def keys(self) -> Codec:
-        return self.k
+        return self.k.keys
 
     @property
     def values(self) -> Codec:
-        return self.v
+        return self.v.values
+
+    def at(self, layer: int, model) -> "KV":
+        k, v = self.k.at(layer, model), self.v.at(layer, model)
+        return self if k is self.k and v is self.v else dataclasses.replace(self, k=k, v=v)

@@ -23,7 +23,7 @@ class Contiguous(Layout):
 
     def write(self, memory, page_BH, offset_BH, code):
         def put(old, new, axis):
-            width = new.shape[3]  # slots of a page in this leaf: one token, all 64, or one parameter
+            width = new.shape[3]  # of this leaf: one token, all 64 of a page, or its parameters
             per_page = PAGE if offset_BH is not None else width
             start = page_BH * per_page + (0 if offset_BH is None else offset_BH)
             new = new[:, :, 0]
@@ -52,8 +52,8 @@ class Contiguous(Layout):
 
     def tokens(self, memory, slot_BHR):
         def cut(x, axis, p):
-            index = slot_BHR if p == PAGE else slot_BHR // PAGE
-            return jnp.take_along_axis(x, jnp.expand_dims(index, 5 - axis), axis, mode="clip")
+            index = jnp.expand_dims(slot_BHR * p // PAGE, 5 - axis)
+            return jnp.take_along_axis(x, index, axis, mode="clip")
 
         return _canonical(memory, cut, single=True)
 

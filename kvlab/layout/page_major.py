@@ -54,7 +54,7 @@ def _turned(code):
 def _key_tokens(x_BHNCp, page_BHR, offset_BHR):
     """`[B, H, R, 1, C]`, number by number and channel after channel: XLA's CPU backend gathers short columns slower."""
     B, H, N, C, p = x_BHNCp.shape
-    start = page_BHR * (C * p) + jnp.minimum(offset_BHR, p - 1)  # a page's one parameter serves for all its tokens
+    start = page_BHR * (C * p) + offset_BHR * p // PAGE  # a parameter serves for several tokens in a row
     place = start[:, :, None] + jnp.arange(C)[:, None] * p
     got = jnp.take_along_axis(x_BHNCp.reshape(B, H, N * C * p), place.reshape(B, H, -1), 2, mode="clip")
     return jnp.swapaxes(got.reshape(place.shape), 2, 3)[..., None, :]
@@ -63,5 +63,5 @@ def _key_tokens(x_BHNCp, page_BHR, offset_BHR):
 def _value_tokens(x_BHNpC, page_BHR, offset_BHR):
     """`[B, H, R, 1, C]`, a run of memory each."""
     B, H, N, p, C = x_BHNpC.shape
-    row = page_BHR * p + jnp.minimum(offset_BHR, p - 1)
+    row = page_BHR * p + offset_BHR * p // PAGE
     return jnp.take_along_axis(x_BHNpC.reshape(B, H, N * p, C), row[..., None], 2, mode="clip")[..., None, :]

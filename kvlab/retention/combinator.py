@@ -39,6 +39,13 @@ class Combinator(Retention):
     def renews(self):
         return self.inner.renews
 
+    @property
+    def uneven(self):
+        return self.inner.uneven
+
+    def shares(self, priority, pos, budget):
+        return self.inner.shares(priority, pos, budget)
+
     def budget(self, prompt, total, unit):
         return self.inner.budget(prompt, total, unit)
 

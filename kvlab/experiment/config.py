@@ -84,12 +84,13 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(made)
 
     def files(self) -> set[Path]:
-        """Files whose content a result of this cell depends on: gates and a ranking. Errors: ConfigError."""
+        """Files whose content a result of this cell depends on: gates, calibrations, a ranking. Errors: ConfigError."""
         tables = [self.policy]
         if not isinstance(self.layers, Choice):
             tables += [override.policy for override in self.layers]
-        chosen = (table.get("selection") for table in tables)
-        found = {gates.find(part["gate"]) for part in chosen if isinstance(part, dict) and part.get("gate")}
+        chosen = [part for table in tables if isinstance(part := table.get("selection"), dict)]
+        found = {gates.find(part["gate"]) for part in chosen if part.get("gate")}
+        found |= {Path(part["calibration"]).expanduser() for part in chosen if part.get("calibration")}
         if isinstance(self.layers, Choice) and self.layers.ranking is not None:
             found.add(Path(self.layers.ranking).expanduser())
         return found

@@ -110,7 +110,12 @@ def kept(press, at: Prompted, eager: bool):
     scores: list[Any] = []
     scorer = press if hasattr(press, "score") else press.press
     original = scorer.score
-    scorer.score = lambda *args: scores.append(original(*args)) or scores[-1]
+
+    def score(*args):
+        scores.append(original(*args))
+        return scores[-1]
+
+    scorer.score = score
     masks = []
     for module, hidden, keys, values, attentions, kwargs in at.layers:
         some = press.compress(module, hidden, keys, values, attentions if eager else None, kwargs)[0]
@@ -149,7 +154,12 @@ def replayed(press, at: Prompted, tokenizer):
 
     found: list[Any] = []
     original, modules = press.compress_post, [layer.self_attn for layer in at.model.model.layers]
-    press.compress_post = lambda model: found.append(press.score_val.clone()) or original(model)
+
+    def compress_post(model):
+        found.append(press.score_val.clone())
+        original(model)
+
+    press.compress_post = compress_post
     press.prefix_length, press._suffix_ids = 0, _Words(tokenizer).encode(END)
     press._context_ids, press._cache = torch.tensor([at.ids]), at.cache
     with _attention(at.model, "sdpa"):

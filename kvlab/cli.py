@@ -272,6 +272,19 @@ def recall(
     write_json(json_, module.main(gate, model, text, length, contexts, queries, sparsity, picture))
 
 
+@bench.command()
+def parity(
+    model: Annotated[list[str], typer.Option(help="May be repeated.")] = ["tiny-llama", "tiny-qwen2", "smollm2-135m"],  # noqa: B006
+    method: Annotated[list[str], typer.Option(help="A retention, such as snapkv; all by default. May be repeated.")] = [],  # noqa: B006
+    table: Annotated[Path | None, typer.Option(help="Where to write a table per method, as Markdown.")] = None,
+    json_: Json = None,
+) -> None:
+    """Tokens that each retention keeps, against kvpress's (needs the extra 'peers')."""
+    from kvlab.bench import parity as module
+
+    write_json(json_, module.main(model, method, table))
+
+
 def main() -> None:
     try:
         app()

@@ -259,7 +259,7 @@ class Tokens(NamedTuple):
     shared: Any = None
 
 
-NO_BOUND, BY_SHARE, BY_MAXIMUM = 0, 1, 2  # everything was read; a share of what is visible; a largest number
+NO_BOUND, BY_SHARE, BY_MAXIMUM = 0, 1, 2  # everything was read; a share of what is visible or of its attention; a largest number
 
 
 class Around(NamedTuple):
@@ -279,10 +279,12 @@ class Selection:
     Attributes:
       reads_all: nothing is left out, so attention is over every visible token.
       by_position: slots of different layers must hold the same tokens, so no layer may evict.
+      from_prompt: `start` learns from the prompt's keys, so the prompt must be there at once.
     """
 
     reads_all = False
     by_position = False
+    from_prompt: Any = False
 
     def at(self, layer: int, model, token_bytes: float) -> "Selection":
         """The part for one layer of a model (`ModelConfig`), whose codes take `token_bytes` a token and head; idempotent."""

@@ -120,6 +120,8 @@ class Engine:
             raise ConfigError(
                 f"the policy needs {sorted(early)}, which takes the whole prompt at once; write engine.prefill, not stream"
             )
+        if learning := [p.selection for p in policies if p.selection.from_prompt]:
+            raise ConfigError(f"{learning[0]} learns from the whole prompt; calibrate it beforehand, or write engine.prefill")
         c, B = self.config, len(prompts)
         nothing = jnp.zeros((B, c.kv_heads, PAGE, c.head_dim))
         seen = blank(needs(policies), B, c.kv_heads, c.groups, PAGE, c.hidden, c.head_dim)

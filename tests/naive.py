@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from kvlab.core import PAGE
-from kvlab.selection import HySparse, KeyNorm, Lightning, Oracle, Quest, Random, Recency
+from kvlab.selection import DoubleSparsity, HySparse, KeyNorm, Lightning, Oracle, Quest, Random, Recency, TopP
 
 ROUNDING = {
     "float32": lambda x: x,
@@ -43,6 +43,33 @@ def tokens(selection, score, ok, pos, number: int):
     last = min(max(selection.recent, 1), number - first)
     forced = (pos < first) | (pos > now - last)
     return top(np.where(forced, np.inf, score), ok, pos, number)
+
+
+def few(weight, mass: float) -> int:
+    """How few of the weights sum up to `mass`; a thousandth of the last one is forgiven."""
+    total, falling = 0.0, np.sort(np.asarray(weight, np.float64))[::-1]
+    for number, x in enumerate(falling):
+        if total >= mass - 1e-3 * x or x == 0:
+            return number
+        total += x
+    return len(falling)
+
+
+def top_p(selection, logits_GX, pos, ok):
+    """What is read so that the share p is covered: sinks and recent ones first, then by attention."""
+    weight = softmax(np.where(ok, logits_GX, -1e30).astype(np.float64)).mean(0) * ok
+    length, p = int(ok.sum()), float(selection.p)
+    most = length if selection.max_k is None else min(length, selection.max_k)
+    first = min(selection.sinks, max(most - 1, 0))
+    last = min(max(selection.recent, 1), most - first)
+    forced = ok & ((pos < first) | (pos > pos[ok].max(initial=-1) - last))
+    number = length if p >= 1 else forced.sum() + few(weight[ok & ~forced], p - weight[forced].sum())
+    return top(np.where(forced, np.inf, weight), ok, pos, min(number, most))
+
+
+def channels(key_XD, number: int):
+    """The channels of largest mean |k|, ascending; among equals the lower ones."""
+    return np.sort(np.argsort(-np.abs(key_XD).sum(0), kind="stable")[:number])
 
 
 def pages(selection, score_N, ok_NP, pos_NP, number: int):
@@ -94,8 +121,8 @@ def lightning(layer, query_GD, key_XD, head: int, rounding=ROUNDING["float32"]):
     return np.einsum("n,gnx->x", weight[head], np.maximum(np.einsum("gnr,xr->gnx", heads, index), 0))
 
 
-def scores(selection, query_GD, key_XD, logits_GX, pos, ok, head: int):
-    """Scores of every slot. `key` is exact; `logits` are of what is stored."""
+def scores(selection, query_GD, key_XD, logits_GX, pos, ok, head: int, held):
+    """Scores of every slot. `key` is exact; `logits` are of what is stored; `held` is what it learned from the prompt."""
     if isinstance(selection, Random):
         time = mixed((int(pos[ok].max(initial=-1)) * 65_537 + head * 257 + selection.seed) % 2**32)
         return np.array([mixed((int(p) + time) % 2**32) >> 8 for p in pos], np.float32)
@@ -105,6 +132,8 @@ def scores(selection, query_GD, key_XD, logits_GX, pos, ok, head: int):
         return -np.linalg.norm(key_XD, axis=-1)
     if isinstance(selection, Oracle):
         return softmax(np.where(ok, logits_GX, -1e30)).mean(0)
+    if isinstance(selection, DoubleSparsity):
+        return (query_GD[:, held] @ ROUNDING["float16"](key_XD[:, held]).T).mean(0)
     if isinstance(selection, HySparse):
         score = spatial(selection.layer, query_GD, key_XD, head, ROUNDING[selection.dtype], ok)
     elif isinstance(selection, Lightning):
@@ -125,13 +154,16 @@ def bounds(query_GD, held_by_page):
     return np.array([worth(keys) if len(keys) else 0.0 for keys in held_by_page])
 
 
-def select(selection, query_GD, key_XD, logits_GX, pos_NP, ok, head: int, held_by_page):
-    """Mask of the slots that are read, flat."""
-    number, pos = count(int(ok.sum()), float(selection.sparsity), selection.max_k), pos_NP.reshape(-1)
+def select(selection, query_GD, key_XD, logits_GX, pos_NP, ok, head: int, held):
+    """Mask of the slots that are read, flat. `held` is what the selection remembers: keys by page, or channels."""
+    pos = pos_NP.reshape(-1)
+    if isinstance(selection, TopP):
+        return top_p(selection, logits_GX, pos, ok)
+    number = count(int(ok.sum()), float(selection.sparsity), selection.max_k)
     if isinstance(selection, Quest):
-        score = bounds(query_GD, held_by_page)
+        score = bounds(query_GD, held)
     else:
-        score = scores(selection, query_GD, key_XD, logits_GX, pos, ok, head)
+        score = scores(selection, query_GD, key_XD, logits_GX, pos, ok, head, held)
         if selection.granularity == "token":
             return ok & tokens(selection, score, ok, pos, number)
         score = np.where(ok, score, -np.inf).reshape(pos_NP.shape).max(-1)

@@ -18,12 +18,12 @@ from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.layout import Contiguous
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
-from kvlab.selection import SELECTIONS, ReadAll, choose
+from kvlab.selection import SELECTIONS, DoubleSparsity, ReadAll, choose, double_sparsity
 from tests import naive, tools
 
 KINDS = [
     (name, kind)
-    for name in ("random", "recency", "key_norm", "oracle", "hysparse", "lightning", "quest")
+    for name in ("random", "recency", "key_norm", "oracle", "hysparse", "lightning", "double_sparsity", "quest")
     for kind in ("token", "page")
     if (name, kind) != ("quest", "token")
 ]
@@ -116,13 +116,20 @@ def _check_index(policy, cache, s):
     """The state after appends is that of a cache filled with the same tokens."""
     if "Quest" in type(policy.selection).__name__ and policy.unit == 1 and policy.retention.evicts:
         return  # its bounds only widen; the oracle follows their history
-    again = policy.selection.start(_stored(cache, s), cache.pos)
+    selection = policy.selection
+    if isinstance(selection, DoubleSparsity):
+        selection = dataclasses.replace(selection, chosen=cache.index[0])  # what it picked from the prompt stays
+    again = selection.start(_stored(cache, s), cache.pos)
     live = np.asarray(cache.pos >= 0)
     for old, new in zip(jax.tree.leaves(cache.index), jax.tree.leaves(again)):
+        if old.ndim == 3 and old.dtype == np.int32:
+            np.testing.assert_array_equal(old, new)
+            continue
         if old.ndim == 4 and old.shape[-1] == live[0, 0].size:  # gated: channel by channel
             old, new = (np.moveaxis(np.asarray(x), 2, 3).reshape(*live.shape, -1) for x in (old, new))
         where = live if old.shape[:4] == live.shape else live.any(-1)
-        a, b = (np.asarray(policy.selection.unpack(x) if x.dtype == np.uint16 else x, np.float32)[where] for x in (old, new))
+        widen = lambda x: np.asarray(x).view(np.float16) if x.dtype == np.uint16 else x
+        a, b = (np.asarray(widen(x), np.float32)[where] for x in (old, new))
         np.testing.assert_allclose(a, b, atol=1e-3 if old.dtype == np.uint16 else 1e-5)
 
 
@@ -307,6 +314,126 @@ def test_a_threshold_reads_exactly_what_lies_above():
         assert int(out.info.reads_BH[0, h]) == (above | forced).sum()
 
 
+# ------------------------------------------------------------------------------------- a share of attention, few channels
+
+
+@pytest.mark.parametrize("size", [1, 64, 200])
+def test_cover_is_a_running_sum_over_a_sort(rng, size):
+    """Ties, zeros and denormals among the weights; nothing to cover, and more than there is."""
+    weight = rng.choice(np.array([0, 1e-40, 1e-3, 0.1, 0.5], np.float32), (4, 3, size)) * rng.choice([1.0, 0.7], (4, 3, size))
+    weight = weight.astype(np.float32)
+    for mass in (-0.5, 0.0, 1e-3, 0.35, 2.05, 1e6):
+        got = jax.jit(choose.cover)(weight, jnp.full((4, 3), mass, jnp.float32))
+        for at in np.ndindex(4, 3):
+            if mass == 1e6:
+                normal = weight[at] >= np.finfo(np.float32).tiny  # XLA's sums take denormals for zeros
+                assert normal.sum() <= int(got[at]) <= (weight[at] > 0).sum()
+            else:
+                assert int(got[at]) == naive.few(weight[at], mass), (mass, at)
+
+
+@pytest.mark.parametrize("store", STORES, ids="-".join)
+@pytest.mark.parametrize("p,most", [(0.6, None), (0.95, 40)])
+def test_top_p_equals_a_naive_program(p, most, store):
+    s, selection = tools.sequence(), SELECTIONS["top_p"](p=p, max_k=most, recent=9)
+    policy = make(selection, *store)
+    _, last, seen = tools.run(policy, s)
+    for step in (0, 45, s.steps - 1):
+        np.testing.assert_allclose(seen["out"][step], tools.oracle(policy, s, seen, step), atol=2e-5)
+    everything = dataclasses.replace(policy, selection=SELECTIONS["top_p"](p=1.0))
+    np.testing.assert_allclose(tools.run(everything, s)[2]["out"], read_all(*store), atol=1e-5)
+
+
+def test_top_p_reads_the_fewest_that_cover_it():
+    """The share is covered and would not be without the least of what is read; each row has its own share, in one trace."""
+    shares, traces = [0.2, 0.7, 0.99], 0
+
+    @jax.jit
+    def run(policy, cache, query, now):
+        nonlocal traces
+        traces += 1
+        visible = memory.visible(policy, cache)
+        logits = lambda: jnp.einsum("bhqd,bhnpd->bhqnp", query, policy.layout.slice(cache.memory, 0, 5)["k"]["x"])
+        picked = policy.selection.select((), query, visible, cache, Around(None, logits))
+        return picked, policy.attend(cache, query, now, SPEC), logits()
+
+    policy, cache, query = filled(SELECTIONS["top_p"](p=shares, sinks=2, recent=3), 300, rows=3)
+    for given in (shares, shares[::-1]):
+        chosen = dataclasses.replace(policy, selection=dataclasses.replace(policy.selection, p=jnp.asarray(given)))
+        picked, done, logits = run(chosen, cache, query, jnp.full(3, 299))
+        for b, h in np.ndindex(3, 2):
+            ids = np.asarray(picked.index[b, h])
+            real = ids[ids >= 0]
+            assert (ids[len(real) :] == -1).all() and {0, 1, 297, 298, 299} <= set(real)
+            weight = naive.softmax(np.asarray(logits[b, h], np.float64).reshape(3, -1)[:, :300]).mean(0)
+            free = np.setdiff1d(real, [0, 1, 297, 298, 299])
+            assert weight[real].sum() >= given[b] - 1e-5
+            assert not len(free) or weight[real].sum() - weight[free].min() < given[b]
+            assert int(done.info.reads_BH[b, h]) == len(real) and int(done.info.bound_BH[b, h]) == BY_SHARE
+        alone = dataclasses.replace(chosen, selection=chosen.selection.rows(np.array([1])))
+        single = attend(alone, policy.rows(cache, np.array([1])), query[1:2], jnp.full(1, 299))
+        np.testing.assert_allclose(done.out_BHQD[1], single.out_BHQD[0], atol=1e-6)
+    assert traces == 1
+    with pytest.raises(ConfigError, match="3 shares for 1 rows"):
+        attend(policy, policy.rows(cache, np.array([0])), query[:1], jnp.full(1, 299))
+
+
+@pytest.mark.parametrize("p,most,reads,bound", [(1.0, None, 300, NO_BOUND), (1.0, 20, 20, BY_MAXIMUM), (0.9, 3, 3, BY_MAXIMUM)])
+def test_top_p_says_what_held_it(p, most, reads, bound):
+    policy, cache, query = filled(SELECTIONS["top_p"](p=p, max_k=most), 300)
+    info = attend(policy, cache, query, jnp.full(1, 299)).info
+    assert (np.asarray(info.reads_BH) == reads).all() and (np.asarray(info.bound_BH) == bound).all()
+
+
+def test_top_p_of_short_and_empty_rows():
+    policy, cache, query = filled(SELECTIONS["top_p"](p=0.5, sinks=1, recent=1), 128, rows=2, key=jnp.zeros((2, 2, 128, 32)))
+    cache = dataclasses.replace(cache, pos=cache.pos.at[1].set(-1))
+    done = attend(policy, cache, query, jnp.array([9, 5]))
+    assert (np.asarray(done.info.reads_BH) == [[5, 5], [0, 0]]).all()  # of ten equal tokens, half of the attention
+    assert (np.asarray(done.out_BHQD[1]) == 0).all() and np.isfinite(np.asarray(done.out_BHQD)).all()
+
+
+def test_few_channels_are_those_of_the_prompt_and_stay():
+    """The heaviest of each row and head; appended tokens do not change them; 16 bits of each, and the ids, are what they cost."""
+    key = jax.random.normal(jax.random.key(0), (2, 2, 192, 32))
+    heavy = np.array([[[3, 8, 21], [0, 1, 31]], [[5, 6, 7], [9, 19, 29]]])
+    for b, h in np.ndindex(2, 2):
+        key = key.at[b, h, :, heavy[b, h]].multiply(5.0)
+    policy, cache, query = filled(SELECTIONS["double_sparsity"](channels=3, sparsity=0.9), 192, rows=2, key=key)
+    np.testing.assert_array_equal(cache.index[0], heavy)
+    _, plain, _ = filled(ReadAll(), 192, rows=2, key=key)
+    ids = heavy.size * 4
+    assert memory.resident(cache) - memory.resident(plain) == ids + 2 * 2 * 192 * policy.selection.index_bytes(32)
+    cache = policy.truncate(cache, jnp.full(2, 128))
+    after = policy.append(cache, jnp.ones((2, 2, 32)) * 99, jnp.ones((2, 2, 32)), jnp.full(2, 128))
+    np.testing.assert_array_equal(after.index[0], heavy)
+
+
+def test_few_channels_from_a_calibration(tiny, tmp_path):
+    """What `calibrate` finds is a naive product of means; a policy that names the file uses it, streams, and is named by it."""
+    engine, rng, path = Engine(tiny), np.random.default_rng(0), tmp_path / "channels.json"
+    prompt = engine.prefill([rng.integers(0, 256, n).tolist() for n in (90, 70)], {"queries"})
+    found = double_sparsity.calibrate(prompt.records, 4)
+    double_sparsity.save(found, path)
+    for layer, record in enumerate(prompt.records):
+        for h in range(2):
+            key = np.concatenate([np.abs(record.key_BHTD[b, h, :n]) for b, n in ((0, 90), (1, 70))]).mean(0)
+            query = np.abs(np.asarray(record.seen["queries"])[:, h]).mean((0, 1, 2))
+            assert found[layer][h] == np.sort(np.argsort(-key * query)[:4]).tolist()
+    table = {"selection": {"name": "double_sparsity", "channels": 4, "calibration": str(path), "sparsity": 0.5}}
+    session = engine.stream([list(range(100))], parts.policy(table), 4)
+    assert session.run(2) is not None
+    for layer, cache in enumerate(session.state.caches):
+        np.testing.assert_array_equal(cache.index[0][0], found[layer])
+    with pytest.raises(ConfigError, match="learns from the whole prompt; calibrate"):
+        engine.stream([list(range(100))], parts.policy({"selection": {"name": "double_sparsity"}}), 4)
+    with pytest.raises(ConfigError, match="does not name 5 channels of 16 for 2 layers of 2 KV heads"):
+        parts.policy({"selection": {**table["selection"], "channels": 5}}).at(0, tiny.config)
+    from kvlab.experiment import config
+
+    assert config.Cell({}, {}, table).files() == {path}
+
+
 # ------------------------------------------------------------------------------------------------------ configuration
 
 
@@ -318,6 +445,10 @@ def test_a_threshold_reads_exactly_what_lies_above():
     ({"name": "recency", "max_k": 0}, "max_k=0"),
     ({"name": "quest", "granularity": "token"}, "bounds pages"),
     ({"name": "oracle_share", "every": 0}, "every=0"),
+    ({"name": "top_p", "p": 0.0}, "p=0.0; allowed: above 0"),
+    ({"name": "top_p", "p": [0.5, 1.2]}, "1.2"),
+    ({"name": "top_p", "max_k": 0}, "top_p: max_k=0"),
+    ({"name": "double_sparsity", "channels": 0}, "channels=0"),
     ({"name": "hysparse", "dtype": "int4"}, "dtype='int4'"),
     ({"name": "hysparse", "mode": "threshold", "granularity": "page"}, 'granularity = "token"'),
     ({"name": "hysparce"}, "hysparse"),

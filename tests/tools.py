@@ -21,7 +21,7 @@ from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import SELECTIONS as REGISTERED
-from kvlab.selection import Quest, ReadAll
+from kvlab.selection import DoubleSparsity, Quest, ReadAll, TopP
 from kvlab.selection.gated import Gated
 from kvlab.selection.top import Top
 from tests import naive
@@ -229,7 +229,7 @@ def appended(s: Sequence):
 
 
 def run(policy: Policy, s: Sequence, budget: int | None = None, own=None):
-    """The first cache, the last one, and what was seen; a record that holds what is needed goes as it is, with its tokens' `own`."""
+    """The first cache, the last one, and what was seen. With tokens' `own`, the record goes as it is: it holds what is needed."""
     total, names = int(s.lengths.max()) + s.steps, policy.retention.needs
     record, own = (s.record, own) if own else (s.prompt(names), s.later(names))
     cache = policy.fill(record, budget or policy.budget(int(s.lengths.max()), total))
@@ -292,10 +292,13 @@ def _selected(selection, s: Sequence, seen, at, ok, logits):
         return np.isin(np.repeat(np.arange(len(pos)), PAGE), pages)
     if isinstance(selection, OddTokens):
         return pos.reshape(-1) % 2 == 1
-    if not isinstance(selection, Top):
+    if not isinstance(selection, Top | TopP):
         return np.ones(pos.size, bool)
     key = np.where(pos.reshape(-1, 1) >= 0, s.key[b, h][np.maximum(pos.reshape(-1), 0)], 0)
     held = _held(s, seen, at) if isinstance(selection, Quest) else None
+    if isinstance(selection, DoubleSparsity):
+        first = seen["first"][b, h]
+        held = naive.channels(s.key[b, h][first[first >= 0]], selection.channels)
     return naive.select(selection, s.query[at] * np.float32(s.spec.scale), key, logits, pos, ok, h, held)
 
 

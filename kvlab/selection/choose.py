@@ -3,10 +3,33 @@
 Leading axes are free; the last one, X, runs over tokens or pages.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 
 from kvlab.core import BY_MAXIMUM, BY_SHARE, NO_BOUND, PAGE
+from kvlab.errors import ConfigError
+
+
+def freeze(selection, name: str) -> None:
+    """Makes an array of a list, one figure per row, in a frozen selection that is being made."""
+    object.__setattr__(selection, name, jnp.asarray(getattr(selection, name), jnp.float32))
+
+
+def of_rows(selection, name: str, index):
+    """The selection for the named rows, where the field `name` holds a figure per row."""
+    figures = getattr(selection, name)
+    per_row = getattr(figures, "ndim", 0) == 1
+    return dataclasses.replace(selection, **{name: figures[index]}) if per_row else selection
+
+
+def by_row(figures, rows: int, who: str, what: str):
+    """One figure, or one per row, as `[1 or rows, 1]`. Errors: ConfigError for another number."""
+    figures = jnp.reshape(jnp.asarray(figures, jnp.float32), (-1, 1))
+    if len(figures) not in (1, rows):
+        raise ConfigError(f"{who}: {len(figures)} {what} for {rows} rows; give one, or one for each row")
+    return figures
 
 
 def count(length, sparsity, most: int | None):
@@ -42,6 +65,23 @@ def top(score_X, ok_X, pos_X, number):
         return above | (equal & (place >= newest))
 
     return lax.cond((keep.sum(-1) > number).any(), untie, lambda: keep)
+
+
+def cover(weight_X, mass):
+    """How few of the weights (≥ 0) sum up to `mass`: all that are not 0, where they do not; a thousandth of one is forgiven."""
+    bits = lax.bitcast_convert_type(weight_X, jnp.uint32)  # in the order of the weights, as none is negative
+    total = lambda mask: jnp.where(mask, weight_X, 0.0).sum(-1)
+
+    def step(i, low):
+        higher = low | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(total(bits >= higher[..., None]) >= mass, higher, low)
+
+    low = lax.fori_loop(0, 32, step, jnp.zeros(weight_X.shape[:-1], jnp.uint32))
+    above, equal = bits > low[..., None], (bits == low[..., None]) & (weight_X > 0)
+    least = lax.bitcast_convert_type(low, jnp.float32)
+    more = jnp.ceil((mass - total(above)) / jnp.maximum(least, 1e-38) - 1e-3)
+    number = above.sum(-1, dtype=jnp.int32) + jnp.clip(more, 0, equal.sum(-1)).astype(jnp.int32)
+    return jnp.where(mass > 0, number, 0)
 
 
 def _sortable(x):

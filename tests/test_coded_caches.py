@@ -105,12 +105,12 @@ def test_kivi_through_a_caches_life(bits, layout):
         pages = seen["waiting"][step, b, h]
         exact, now = seen["pos"][step, b, h][pages[pages >= 0]], s.lengths[b] + step
         assert np.isin(np.arange(max(now - 127, 0), now + 1), exact).all()
-    rows, cut = [1, 0, 1], np.array([280, 330, 280], np.int32)
-    cache = policy.rows(policy.truncate(last, jnp.asarray([330, 280])), jnp.asarray(rows))
+    rows, cut = [1, 0, 1], np.array([280, 310, 280], np.int32)
+    cache = policy.rows(policy.truncate(last, jnp.asarray([310, 280])), jnp.asarray(rows))
     rng = np.random.default_rng(1)
     fresh = lambda x: np.concatenate([x[rows][:, :, :280], rng.standard_normal((3, *x[:, :, 280:].shape[1:]), np.float32)], 2)
     old_key, old_value, key, value = s.key[rows], s.value[rows], fresh(s.key), fresh(s.value)
-    key[1, :, 280:330], value[1, :, 280:330] = old_key[1, :, 280:330], old_value[1, :, 280:330]
+    key[1, :, 280:310], value[1, :, 280:310] = old_key[1, :, 280:310], old_value[1, :, 280:310]
     query = rng.standard_normal((3, 70, 2, 3, 32), np.float32)
     then = dataclasses.replace(
         s, lengths=cut + 70, key=key, value=value, query=rng.standard_normal((10, 3, 2, 3, 32), np.float32)

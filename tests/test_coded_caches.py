@@ -93,11 +93,9 @@ def dense_chunk(policy, s, cache, query_BTHGD, start_B):
     return out
 
 
-@pytest.mark.parametrize("bits,layout", [(2, "contiguous"), (4, "page_major")])
-def test_kivi_through_a_caches_life(bits, layout):
+def test_kivi_through_a_caches_life():
     """Fill, 210 steps, a rollback, a fork, a chunk, 10 steps: the dense oracle throughout; 128 tokens stay exact as it grows."""
-    policy = Policy(KeepAll(), Kivi(bits), tools.LAYOUTS[layout], ReadAll())
-    s = tools.sequence(steps=210)
+    policy, s = Policy(KeepAll(), Kivi(2), Contiguous(), ReadAll()), tools.sequence(steps=210)
     _, last, seen = tools.run(policy, s, 640)
     for step in (0, 42, 100, 209):
         np.testing.assert_allclose(seen["out"][step], tools.oracle(policy, s, seen, step), atol=2e-5)

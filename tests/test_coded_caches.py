@@ -128,11 +128,11 @@ def test_kivi_through_a_caches_life():
 
 
 def test_a_model_with_codecs_from_a_config_file():
-    """Keys before the rotary embedding and turned values: a tiny model's logits stay near those of the full cache."""
+    """Keys before the rotary embedding and turned values: a tiny model's logits stay within rounding of the full cache's."""
     model = tools.tiny_model(head_dim=32, local_rope_base=100.0, windows=(64, None))
     engine, ids = Engine(model), np.random.default_rng(0).integers(0, 256, 100).tolist()
-    k = {"name": "pre_rope", "inner": {"name": "raw", "dtype": "float16"}}
-    v = {"name": "hadamard", "inner": {"name": "int4", "group_size": 16}}
+    half = {"name": "raw", "dtype": "float16"}
+    k, v = {"name": "pre_rope", "inner": half}, {"name": "hadamard", "inner": half}
     logits = []
     for table in ({}, {"codec": {"k": k, "v": v}}):
         session = engine.start(engine.prefill([ids]), parts.policy(table), 40, forced=[ids[:40]])
@@ -141,7 +141,7 @@ def test_a_model_with_codecs_from_a_config_file():
     assert isinstance(codec, KV) and isinstance(codec.k, PreRope)
     np.testing.assert_array_equal(codec.k.frequency, model.config.rope(0).frequencies(32))
     error = np.abs(logits[1] - logits[0])
-    assert 0 < error.mean() < 0.1 * np.abs(logits[0]).std()
+    assert 0 < error.max() < 0.02 * logits[0].std()
 
 
 def test_tokens_cannot_be_evicted_from_shared_groups():

@@ -91,7 +91,7 @@ MORE_CODECS = {  # for head dimensions of 32 and more; tests/test_coded_caches.p
     "int4_channel": Int4("channel", 16),
     "int2": Int2(group_size=16, residual=64),
     "kivi_2": Kivi(2, residual=0),
-    "kivi_4": Kivi(4, 64 // 2, residual=64),
+    "kivi_4": Kivi(4, residual=64),
     "nf4": NF4(32),
     "hadamard": Hadamard(Raw("float16")),
     "outliers": Outliers(Int4(), 0.05),

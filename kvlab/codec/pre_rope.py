@@ -21,7 +21,7 @@ class PreRope(Wrapped):
       frequency: radians per token of the D/2 pairs, from the model (`at`).
     """
 
-    frequency: Any = None
+    frequency: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def values(self) -> Codec:

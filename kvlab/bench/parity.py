@@ -66,8 +66,8 @@ def ours(method: str, ratio: float, case: Case) -> np.ndarray:
 Rule = Callable[[Pair], str]
 METHODS: dict[str, Rule | None] = {
     "window": None, "key_norm": None, "keydiff": None, "lagkv": None, "chunkkv(key_norm)": chunks, "q_filters": None,
-    "expected_attention": None, "criticalkv(key_norm)": None, "criticalkv(snapkv)": None, "snapkv": None, "pyramidkv": None,
-    "tova": None, "observed_attention": None, "h2o": None, "kvzip": replays,
+    "expected_attention": None, "criticalkv(key_norm)": None, "criticalkv(snapkv)": None, "snapkv": None, "tova": None,
+    "observed_attention": None, "h2o": None, "kvzip": replays, "pyramidkv": None,
 }  # fmt: skip
 
 

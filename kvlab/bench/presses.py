@@ -125,12 +125,15 @@ def kept(press, at: Prompted, eager: bool):
 
 def _found(old_TD, new_RD):
     """Which of the old rows are among the new ones, bit for bit."""
-    import torch
-
-    rows = (new_RD[:, None] == old_TD[None]).all(-1)
-    if not bool((rows.sum(-1) == 1).all()):
-        raise ValueError("a key that a press returned is not exactly one of those it was given")
-    return torch.any(rows, 0).numpy()
+    place = {row.tobytes(): i for i, row in enumerate(old_TD.numpy())}
+    mask = np.zeros(len(old_TD), bool)
+    try:
+        mask[[place[row.tobytes()] for row in new_RD.numpy()]] = True
+    except KeyError:
+        raise ValueError("a key that a press returned is none of those it was given") from None
+    if mask.sum() != len(new_RD) or len(place) != len(mask):
+        raise ValueError("equal keys at several positions: what a press kept of them cannot be told")
+    return mask
 
 
 class _Words:

@@ -28,14 +28,12 @@ from kvlab.experiment.layers import Choice, LayerOverride, checked, known_keys, 
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.retention import q_filters
+from kvlab.selection import double_sparsity
 from kvlab.tasks import TASKS, Task
 
 AXIS = "grid."
-FILES: dict[str, Callable[[str], Path]] = {
-    "gate": gates.find,
-    "filters": q_filters.find,
-    "calibration": Path,
-}  # options that name a file
+# options that name a file
+FILES: dict[str, Callable[[str], Path]] = {"gate": gates.find, "filters": q_filters.find, "calibration": double_sparsity.find}
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -98,7 +96,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(made)
 
     def files(self) -> set[Path]:
-        """Files whose content a result of this cell depends on: gates, calibrations and a ranking. Errors: ConfigError."""
+        """Files whose content a result of this cell depends on: gates, filters, calibrations, a ranking. Errors: ConfigError."""
         tables = [self.policy]
         if not isinstance(self.layers, Choice):
             tables += [override.policy for override in self.layers]

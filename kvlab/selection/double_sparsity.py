@@ -107,10 +107,14 @@ def save(chosen: list[list[list[int]]], path: Path) -> None:
     path.write_text(json.dumps({"channels": chosen}), encoding="utf-8")
 
 
+def find(path: str) -> Path:
+    return Path(path).expanduser()
+
+
 def load(path: str, channels: int, model) -> list[list[list[int]]]:
     """Channels by layer and KV head, as `save` wrote them. Errors: ConfigError."""
     try:
-        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))["channels"]
+        found = json.loads(find(path).read_text(encoding="utf-8"))["channels"]
         shape = [[sorted({c for c in head if 0 <= c < model.head_dim}) for head in layer] for layer in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -117,7 +117,7 @@ def calibrate(
     length: Annotated[int, typer.Option(help="Tokens of each.")] = 1024,
     json_: Json = None,
 ) -> None:
-    """Find where a model's queries point, for the retention q_filters."""
+    """Measure a model's heads, for the retentions q_filters and duoattention."""
     from kvlab.train import calibrate as module
 
     about = module.calibrate(model, text, contexts, length, out)

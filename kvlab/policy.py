@@ -321,7 +321,8 @@ class Policy:
         def commit(waiting, tail, memory):
             page = waiting[..., 0]
             pos = self.slots.pages(pos_BHNP, page[..., None])
-            code = self._encode(tail[0][:, :, :1], tail[1][:, :, :1], pos)
+            key, value = (jnp.where((pos >= 0)[..., None], x[:, :, :1], 0.0) for x in tail)  # a page may have been cut midway
+            code = self._encode(key, value, pos)
             memory = self.slots.write(self.layout, memory, jnp.where(full & (page >= 0), page, N), None, code)
             moved = jnp.concatenate([waiting[..., 1:], jnp.full_like(page, EMPTY)[..., None]], -1)
             shift = lambda x: jnp.where(full[..., None, None, None], jnp.roll(x, -1, 2), x) if last else x

@@ -347,9 +347,9 @@ def test_filters_of_another_model_are_refused(tiny, tmp_path):
     shape = dict(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, context=2048)
     direction = QFilters(size=8, filters="smollm2-135m").at(29, ModelConfig(**shape)).direction
     np.testing.assert_allclose(np.linalg.norm(direction, axis=-1), 1, atol=1e-5)
-    with pytest.raises(ConfigError, match="shape .30, 3, 64., the model wants .2, 2, 16."):
+    with pytest.raises(ConfigError, match="filters of calibration 'smollm2-135m' has the shape .30, 3, 64., the model wants .2"):
         QFilters(size=8, filters="smollm2-135m").at(0, tiny.config)
-    with pytest.raises(ConfigError, match="filters='none': no such file; give one of smollm2-135m"):
+    with pytest.raises(ConfigError, match="calibration 'none': no such file; give one of smollm2-135m"):
         QFilters(size=8, filters="none").at(0, tiny.config)
     save_file({"other": np.zeros(3, np.float32)}, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="holds no filters.*kvlab calibrate"):

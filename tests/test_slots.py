@@ -1,19 +1,24 @@
 """Heads with unequal budgets in one pool, rows that share pages: against numpy, against plain layouts, and in bytes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvlab import loop, memory
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, part
 from kvlab.errors import RefusedPolicy
 from kvlab.layout import Contiguous, Paged, PageMajor
+from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
-from kvlab.retention import AdaKV, KeepAll, Window
+from kvlab.retention import AdaKV, DuoAttention, KeepAll, Window
 from kvlab.retention.sized import Sized
 from kvlab.selection import Quest, ReadAll
+from kvlab.testing import contract
 from tests import tools
 
 HEADS = 3
@@ -142,6 +147,23 @@ def test_a_pool_is_cut_back_and_forked():
     np.testing.assert_allclose(attend(cut, both), attend(cache, both), atol=1e-5)
     forked = np.array([1, 0, 1])
     np.testing.assert_array_equal(attend(policy.rows(cut, forked), forked), attend(cut, both)[forked])
+
+
+def test_streaming_heads_see_their_window_and_full_heads_everything(tmp_path):
+    """DuoAttention: outputs by head, to the token; pages only for what each head may see; the ranking of the whole model."""
+    s = sequence()
+    duo = DuoAttention(sinks=4, recent=70, full_H=jnp.array([False, True, False]))
+    policy = Policy(duo, Int8("channel"), PageMajor(), ReadAll())
+    contract.lives("duo", policy, dataclasses.replace(s, steps=contract.STEPS, query=s.query[: contract.STEPS]))
+    cache = policy.fill(s.record, policy.budget(280, 420), int(policy.pages(s.record, policy.budget(280, 420)).max()))
+    assert np.diff(cache.bounds)[0].tolist() == [4, 7, 4]
+    visible = [sorted(x[x >= 0].tolist()) for x in np.asarray(memory.positions(policy, cache))[0].reshape(HEADS, -1)]
+    assert visible[0] == visible[2] == [*range(4), *range(210, 280)] and visible[1] == list(range(280))
+    save_file({"profile": np.array([[0.1, 0.5], [0.4, 0.2]], np.float32)}, tmp_path / "p.safetensors")
+    shape = ModelConfig(layers=2, hidden=16, ffn=16, heads=4, kv_heads=2, head_dim=8, vocab=8, context=64)
+    of = lambda share, layer: DuoAttention(str(tmp_path / "p.safetensors"), share).at(layer, shape).full_H.tolist()
+    full = [of(share, layer) for share in (0.5, 0.8) for layer in (0, 1)]
+    assert full == [[False, True], [True, False], [False, True], [True, True]]
 
 
 def test_what_a_pool_cannot_do_is_refused():

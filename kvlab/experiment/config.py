@@ -27,13 +27,18 @@ from kvlab.errors import ConfigError, nearest
 from kvlab.experiment.layers import Choice, LayerOverride, checked, known_keys, without_selection
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
-from kvlab.retention import q_filters
+from kvlab.retention import calibrated
 from kvlab.selection import double_sparsity
 from kvlab.tasks import TASKS, Task
 
 AXIS = "grid."
 # options that name a file
-FILES: dict[str, Callable[[str], Path]] = {"gate": gates.find, "filters": q_filters.find, "calibration": double_sparsity.find}
+FILES: dict[str, Callable[[str], Path]] = {
+    "gate": gates.find,
+    "filters": calibrated.find,
+    "profile": calibrated.find,
+    "calibration": double_sparsity.find,
+}
 S = TypeVar("S", bound=msgspec.Struct)
 
 

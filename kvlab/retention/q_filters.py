@@ -1,40 +1,14 @@
 """Keys that point where queries do stay."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from kvlab.core import part, static
 from kvlab.errors import ConfigError
+from kvlab.retention import calibrated
 from kvlab.retention.sized import Sized
-
-SHIPPED = Path(__file__).parent / "shipped"
-
-
-def find(name: str) -> Path:
-    """The file of filters: some that ship, by a model's name, or a path. Errors: ConfigError."""
-    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.safetensors"))}
-    path = shipped.get(name) or Path(name).expanduser()
-    if not path.is_file():
-        allowed = f"one of {', '.join(shipped)}, or the path of a file that kvlab calibrate writes"
-        raise ConfigError(f"q_filters: filters={name!r}: no such file; give {allowed}")
-    return path
-
-
-def load(name: str, model):
-    """Filters `[L, H, D]` of a model (`ModelConfig`). Errors: ConfigError."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        found = load_file(find(name))["filters"]
-    except (SafetensorError, KeyError) as error:
-        raise ConfigError(f"q_filters: {name!r} holds no filters ({error}); write them with kvlab calibrate") from error
-    if found.shape != (shape := (model.layers, model.kv_heads, model.head_dim)):
-        raise ConfigError(f"q_filters: {name!r} has the shape {found.shape}, the model wants {shape}; calibrate that model")
-    return found
 
 
 @part
@@ -59,7 +33,8 @@ class QFilters(Sized):
     def at(self, layer, model):
         if self.direction is not None:
             return self
-        return dataclasses.replace(self, direction=jnp.asarray(load(self.filters, model)[layer]))
+        found = calibrated.load(self.filters, "filters", (model.layers, model.kv_heads, model.head_dim))
+        return dataclasses.replace(self, direction=jnp.asarray(found[layer]))
 
     def score(self, key, value, pos, **seen):
         if self.direction is None:

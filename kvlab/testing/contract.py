@@ -84,7 +84,7 @@ def check(part: Any, model: ModelConfig | None = None) -> Report:
     if not policies:
         raise Breach(f"{part}: every product with built-in parts was refused: {next(iter(report.refused.values()))}")
     for name, policy in policies.items():
-        _lives(name, policy, s)
+        lives(name, policy, s)
     first = next(iter(policies.values()))
     _one_trace(first, s)
     _in_place(first, shape)
@@ -183,7 +183,8 @@ def _live(policy: Policy, s: Sequence, budget: int) -> Life:
     return Life(first, last, jax.tree.map(np.asarray, seen))
 
 
-def _lives(name: str, policy: Policy, s: Sequence) -> None:
+def lives(name: str, policy: Policy, s: Sequence) -> None:
+    """A whole life of one product, filled and decoded, against numpy. Errors: Breach."""
     life = _live(policy, s, _budget(policy, s))
     if (a := memory.resident(life.first)) != (b := memory.resident(life.last)):
         raise Breach(f"{name}: the cache took {a} bytes when filled and {b} after {STEPS} steps")

@@ -1,4 +1,5 @@
-"""Where a model's queries point: one direction per layer and KV head, for the retention `q_filters`."""
+"""What heads do, measured once for each model: where their queries point (for the retention `q_filters`), and how much they
+attend to that is far away (for `duoattention`)."""
 
 import functools
 import json
@@ -17,6 +18,8 @@ from kvlab.models.transformer import bind
 from kvlab.tasks import text as texts
 from kvlab.train.gate import record
 from kvlab.train.gate.config import Data
+
+SINKS, RECENT = 4, 256  # what a streaming head sees
 
 
 @functools.partial(jax.jit, static_argnames="config", compiler_options=compilation.memory_first())
@@ -45,22 +48,55 @@ def directions(model: Model, contexts: Sequence[Sequence[int]]) -> np.ndarray:
     return (-toward * first).astype(np.float32)
 
 
-def save(filters: np.ndarray, path: str | Path, about: dict[str, Any]) -> None:
-    """Writes `{"filters": [L, H, D]}`, and in the header what they were made from; whole or not at all."""
+@functools.partial(jax.jit, static_argnames="config", compiler_options=compilation.memory_first())
+def far(config: ModelConfig, params, tokens_BT):
+    """Attention of the text's second half to tokens that are neither its first SINKS nor the query's last RECENT, `[L, H]`.
+
+    The mean over queries and over the query heads of a KV head.
+    """
+    model, found = bind(config, params), []
+    T = tokens_BT.shape[1]
+    now, pos = jnp.arange(T // 2, T)[:, None], jnp.arange(T)
+
+    def attend(layer, query, key, value, x):
+        spec = config.attention(layer)
+
+        def head(n):
+            logits = spec.cap(jnp.einsum("qgd,td->gqt", query[0, T // 2 :, n] * spec.scale, key[0, :, n]))
+            weight = jax.nn.softmax(jnp.where(spec.sees(pos, now), logits, attention.MASKED), -1)
+            return jnp.where((pos >= SINKS) & (pos <= now - RECENT), weight, 0.0).sum(-1).mean()
+
+        found.append(jax.lax.map(head, jnp.arange(config.kv_heads)))
+        return attention.prefill(query, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), spec)
+
+    model(tokens_BT, pos[None], attend)
+    return jnp.stack(found)
+
+
+def profile(model: Model, contexts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Float32 `[L, H]`: `far` on texts that say the same twice, so that heads that retrieve have something to retrieve."""
+    twice = [[*ids[: len(ids) // 2], *ids[: len(ids) // 2]] for ids in contexts]
+    return np.mean([far(model.config, model.params, jnp.asarray([ids])) for ids in twice], 0).astype(np.float32)
+
+
+def save(found: dict[str, np.ndarray], path: str | Path, about: dict[str, Any]) -> None:
+    """Writes the arrays, and in the header what they were made from; whole or not at all."""
     from safetensors.numpy import save
 
     from kvlab.experiment.store import writing
 
     with writing(Path(path)) as part:
-        part.write_bytes(save({"filters": np.ascontiguousarray(filters)}, {"origin": json.dumps(about, sort_keys=True)}))
+        part.write_bytes(
+            save({k: np.ascontiguousarray(x) for k, x in found.items()}, {"origin": json.dumps(about, sort_keys=True)})
+        )
 
 
 def calibrate(model: str, text: str, contexts: int, length: int, path: str | Path) -> dict[str, Any]:
-    """Makes a model's filters from a text (`kvlab.tasks.text`) and writes them; returns what the file says of itself."""
+    """Makes a model's filters and profile from a text (`kvlab.tasks.text`) and writes them; returns the file's header."""
     compilation.use_private_cache()
     data, loaded = Data(contexts, (text,), length=length), models.load(model)
     ids = [record.prompt(data, loaded.tokenizer, index) for index in range(contexts)]
     made = {"model": model, "digest": loaded.digest, "text": text, "text_digest": texts.digest(text)}
     about = {**made, "contexts": contexts, "length": length}
-    save(directions(loaded, ids), path, about)
+    save({"filters": directions(loaded, ids), "profile": profile(loaded, ids)}, path, about)
     return about

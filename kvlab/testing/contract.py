@@ -36,6 +36,7 @@ BUILT_IN: dict[str, tuple] = {
     "layout": (Contiguous(), PageMajor(), Paged()),
     "selection": (ReadAll(), Recency(sparsity=0.5), Quest(sparsity=0.5)),
 }
+SHAPE = ModelConfig(layers=2, hidden=24, ffn=32, heads=6, kv_heads=2, head_dim=32, vocab=64, context=1024)
 STEPS = 80
 TOLERANCE = 5e-5
 
@@ -75,7 +76,7 @@ def check(part: Any, model: ModelConfig | None = None) -> Report:
       model: the shape to check it at, for parts that were made for one; two layers of 2 KV heads of 32 otherwise.
     Errors: Breach with what was broken, by which combination, and what was seen.
     """
-    shape = model or ModelConfig(layers=2, hidden=24, ffn=32, heads=6, kv_heads=2, head_dim=32, vocab=64, context=1024)
+    shape = model or SHAPE
     kind = next((name for name, cls in KINDS.items() if isinstance(part, cls)), None)
     if kind is None:
         raise ConfigError(f"{part!r} is no part; give a retention, a codec, a layout or a selection")

@@ -18,6 +18,7 @@ from kvlab.retention import Gated as Evictor
 from kvlab.selection import SELECTIONS, ReadAll
 from kvlab.selection.gated import Gated
 
+SIZE = 192  # as much as KIVI's exact newest pages take
 PLAIN: dict[str, Any] = {"retention": KeepAll(), "codec": Raw(), "layout": Contiguous(), "selection": ReadAll()}
 
 
@@ -29,7 +30,7 @@ def examples(model: ModelConfig) -> dict[str, dict[str, Any]]:
         "layout": {name: cls() for name, cls in LAYOUTS.items()},
         "selection": {name: _selection(name, cls, model) for name, cls in SELECTIONS.items()},
     }
-    made["retention"]["snapkv, single tokens"] = SnapKV(size=96, unit=1).at(0, model)
+    made["retention"]["snapkv, single tokens"] = SnapKV(size=SIZE, unit=1).at(0, model)
     made["codec"]["int8, scale by channel"] = Int8("channel")
     return made
 
@@ -39,15 +40,15 @@ def _retention(name: str, cls: type, model: ModelConfig) -> Any:
     if name in ("keep_all", "window"):
         return KeepAll() if name == "keep_all" else Window(70, 4)
     if name == "q_filters":
-        return QFilters(size=96, direction=jnp.asarray(rng.standard_normal((model.kv_heads, model.head_dim)), jnp.float32))
+        return QFilters(size=SIZE, direction=jnp.asarray(rng.standard_normal((model.kv_heads, model.head_dim)), jnp.float32))
     if name == "duoattention":
         return DuoAttention(sinks=4, recent=70, full_H=jnp.arange(model.kv_heads) == 0)
     if name == "gated":
         shape = gates.ImportanceConfig(model.layers, model.kv_heads, model.head_dim, model.hidden, width=0)
-        return Evictor(size=96, layer=gates.ImportanceGate(shape).layer(0))
+        return Evictor(size=SIZE, layer=gates.ImportanceGate(shape).layer(0))
     if "inner" in cls.__dataclass_fields__:  # type: ignore[attr-defined]
-        return Protect(SnapKV(size=96, window=16), 4, 16).at(0, model) if name == "protect" else cls(SnapKV(size=96)).at(0, model)
-    return cls(size=96).at(0, model)
+        return Protect(SnapKV(size=SIZE, window=16), 4, 16).at(0, model) if name == "protect" else cls(SnapKV(size=SIZE)).at(0, model)
+    return cls(size=SIZE).at(0, model)
 
 
 def _codec(name: str, cls: type, model: ModelConfig) -> Any:

@@ -52,6 +52,9 @@ def test_a_tie_is_one_at_the_cut_only():
     assert not reasons.tie(mask(0, 1, 4), mask(0, 1, 2), scores)  # the least is no tie
     assert not reasons.tie(mask(1, 2, 3), mask(0, 1, 2), scores)  # neither is the best, which went
     assert not reasons.tie(mask(0, 1, 2, 3), mask(0, 1, 2), scores)  # nor one token more
+    signed = np.array([[5.0, 3.0, 1e-6, -1e-6, -2.0]])  # about nothing: it is the others that say what is near
+    assert reasons.tie(mask(0, 1, 3), mask(0, 1, 2), signed)
+    assert not reasons.tie(mask(0, 1, 3), mask(0, 1, 2), np.abs(signed) * [1, 1, 9, 1, 1])  # all of one sign: 9e-6 is not 1e-6
 
 
 def test_whole_chunks_are_a_reason_only_for_what_they_give():

@@ -49,12 +49,18 @@ def top(scores: np.ndarray, number: int) -> np.ndarray:
 
 
 def tie(ours: np.ndarray, theirs: np.ndarray, scores: np.ndarray) -> str:
-    """The reason where all that differs is a tie at the cut, else nothing."""
+    """The reason where all that differs is a tie at the cut, else nothing.
+
+    Near is `TIE` of the score at the cut. Where a head's scores have both signs that may be next to nothing, while rounding goes
+    with the terms that cancel: there it is `TIE` of the median |score|, if that is more.
+    """
     if (ours.sum(-1) != theirs.sum(-1)).any():
         return ""
     cut = np.where(theirs, scores, np.inf).min(-1, keepdims=True)
-    apart, differ = np.abs(scores - cut), ours != theirs
-    if (differ & ~(apart <= TIE * np.abs(cut))).any():
+    signed = (scores > 0).any(-1, keepdims=True) & (scores < 0).any(-1, keepdims=True)
+    scale = np.where(signed, np.median(np.abs(scores), -1, keepdims=True), 0.0)
+    differ, near = ours != theirs, TIE * np.maximum(np.abs(cut), scale)
+    if (differ & ~(np.abs(scores - cut) <= near)).any():
         return ""
     return f"ties at the cut in {differ.any(-1).sum()} of {differ[..., 0].size} heads: scores within {TIE} of each other"
 
@@ -81,9 +87,12 @@ def replays(pair: Pair) -> str:
     rows[0, : len(ids)] = ids
     lengths = (np.array([x], np.int32) for x in (pair.length, len(ids)))
     found = replay.run(case.model.config, case.model.params, case.ours.records, rows, *lengths)
-    same = np.stack([np.asarray(x)[0, :, : pair.length] for x in found])
+    of_prompt = lambda layers: np.stack([np.asarray(x)[0, :, : pair.length] for x in layers])
+    same, asked = of_prompt(found), of_prompt([record.seen["importance"] for record in case.ours.records])
     pinned = np.where(np.arange(pair.length) < SINKS, np.inf, pair.scores)
     shared = top(pinned.reshape(-1), pinned.size - int(pinned.size * pair.ratio)).reshape(pinned.shape)
+    if not (pair.ours == top(asked, number)).all():
+        return ""
     mine, own = top(same, number), top(pair.scores, number)
     if not ((shared == pair.theirs).all() or tie(shared.reshape(1, -1), pair.theirs.reshape(1, -1), pinned.reshape(1, -1))):
         return ""

@@ -80,8 +80,8 @@ def blank(names, batch: int, heads: int, groups: int, tokens: int, hidden: int, 
 
 def _output_norm(value, out_EHGD):
     """`[..., H]`, one query head at a time."""
-    H, G = out_EHGD.shape[1:3]
-    one = lambda n: jnp.abs(jnp.take(value, n // G, -2) @ out_EHGD[:, n // G, n % G].T).sum(-1)
+    (H, G), out = out_EHGD.shape[1:3], jnp.asarray(out_EHGD)
+    one = lambda n: jnp.abs(jnp.take(value, n // G, -2) @ out[:, n // G, n % G].T).sum(-1)
     norm = lax.map(one, jnp.arange(H * G))
     return jnp.moveaxis(norm.reshape(H, G, *norm.shape[1:]).mean(1), 0, -1)
 

@@ -47,7 +47,11 @@ def _retention(name: str, cls: type, model: ModelConfig) -> Any:
         shape = gates.ImportanceConfig(model.layers, model.kv_heads, model.head_dim, model.hidden, width=0)
         return Evictor(size=SIZE, layer=gates.ImportanceGate(shape).layer(0))
     if "inner" in cls.__dataclass_fields__:  # type: ignore[attr-defined]
-        return Protect(SnapKV(size=SIZE, window=16), 4, 16).at(0, model) if name == "protect" else cls(SnapKV(size=SIZE)).at(0, model)
+        return (
+            Protect(SnapKV(size=SIZE, window=16), 4, 16).at(0, model)
+            if name == "protect"
+            else cls(SnapKV(size=SIZE)).at(0, model)
+        )
     return cls(size=SIZE).at(0, model)
 
 

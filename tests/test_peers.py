@@ -68,6 +68,17 @@ def test_whole_chunks_are_a_reason_only_for_what_they_give():
     assert not reasons.chunks(pair(theirs | ((position >= 54) & (position < 59))))
 
 
+def test_a_tie_in_the_first_half_explains_only_what_follows_of_it():
+    """Six tokens, three kept: one by its norm, where two are tied, and the others by norm times weight."""
+    norm, weight = np.array([1.0, 1.0 + 1e-7, 4, 5, 6, 7]), np.array([9.0, 9.0, 1, 2, 3, 4])
+    record = types.SimpleNamespace(key_BHTD=norm.reshape(1, 1, -1, 1), seen={"output_norm": weight.reshape(1, 1, -1)})
+    case = types.SimpleNamespace(ours=types.SimpleNamespace(records=[record]))
+    mask = lambda *kept: np.isin(np.arange(6), kept)[None, None]
+    pair = lambda *kept: reasons.Pair(case, 0.5, mask(*kept), mask(0, 1, 2), None)
+    assert "in 1 of 1 heads" in reasons.halves(pair(0, 2, 1)) and "in 1 of 1 heads" in reasons.halves(pair(1, 2, 3))
+    assert not reasons.halves(pair(0, 1, 3)) and not reasons.halves(pair(0, 2, 5))
+
+
 def test_the_table_counts_agreement_and_says_why_not():
     row = {"method": "tova", "model": "tiny", "ratio": 0.5, "agree": True, "reason": ""}
     rows = [row, {**row, "agree": False, "reason": "ties"}, {**row, "agree": False}]

@@ -78,6 +78,28 @@ def chunks(pair: Pair) -> str:
     return f"kvpress keeps {whole} whole chunks of {CHUNK}, kvlab {number} tokens, {number % CHUNK} of them of one more chunk"
 
 
+def halves(pair: Pair) -> str:
+    """Of CriticalKV over key norms: a tie at the cut of the first half leaves the second half another number to choose.
+
+    Tokens that are tied there may be in either half. All others have to be where their norm, then their norm times their value's
+    weight, puts them, on both sides and up to a tie.
+    """
+    of_prompt = lambda x: np.asarray(x, np.float64)[0, :, : pair.length]
+    norm = -np.stack([np.linalg.norm(of_prompt(record.key_BHTD), axis=-1) for record in pair.case.ours.records])
+    weight = np.stack([of_prompt(record.seen["output_norm"]) for record in pair.case.ours.records])
+    cut = -np.sort(-norm, -1)[..., [int(kept(pair.length, pair.ratio) * 0.5) - 1]]
+    tied = np.abs(norm - cut) <= TIE * np.abs(cut)
+    first, scores = (norm > cut) & ~tied, (norm + 1e-4) * weight
+    for side in (pair.ours, pair.theirs):
+        least = np.where(side & ~first & ~tied, scores, np.inf).min(-1)
+        most = np.where(~side & ~first & ~tied, scores, -np.inf).max(-1)
+        if (first & ~side).any() or (most - least > TIE * np.abs(least)).any():
+            return ""
+    return (
+        f"ties at the cut of the first half in {(tied.sum(-1) > 1).sum()} of {tied[..., 0].size} heads, and what follows of them"
+    )
+
+
 def replays(pair: Pair) -> str:
     """Asked in kvpress's words, kvlab's replay ranks alike; kvpress then shares the budget out over all layers and heads."""
     case, number = pair.case, kept(pair.length, pair.ratio)

@@ -63,6 +63,7 @@ class Needle(Task):
         room = self.length - len(begin) - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
         hay = source.token_stream(self.text, tokenizer, rng, room)[:room]
         context, depths = source.insert(hay, needles, self.depth)
+        starts = [len(begin) + round(depth * len(context)) for depth in depths]  # the exact number: a depth is start / length
         context = begin + context
         facts = [{"context": index, "needle": c, "depth": round(d, 4)} for c, d in zip(cities, depths)]
         if self.known:
@@ -71,7 +72,19 @@ class Needle(Task):
         else:
             prompts, rows, forced = [context], [0] * self.needles, questions
         steps = max(map(len, forced)) + self.new_tokens
-        return Batch(prompts, rows, forced, steps, facts, numbers)
+        inside = [self._answer(tokenizer, c, n) for c, n in zip(cities, numbers)]
+        spans = [(start + first, start + end) for start, (first, end) in zip(starts, inside)]
+        return Batch(prompts, rows, forced, steps, facts, numbers, spans)
+
+    def _answer(self, tokenizer, city: str, number: str) -> tuple[int, int]:
+        """Which tokens of a needle hold its number; what a tokenizer merges with neighbours counts as a whole."""
+        before = f" {self.fact.format(name=city)}"
+        whole, head, most = (tokenizer.encode(text) for text in (f"{before} {number}. ", before, f"{before} {number}"))
+        alike = lambda a: next((i for i, (x, y) in enumerate(zip(a, whole)) if x != y), len(a))
+        first, end = alike(head), alike(most)
+        while not tokenizer.decode(whole[first : first + 1]).strip():
+            first += 1
+        return first, end + (end < len(most))
 
     def score(self, batch, answers, logits, reference):
         return [

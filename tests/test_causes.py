@@ -1,10 +1,12 @@
 """Why samples fail: what the loop says of the answers' tokens, the causes that follow from it, and how a run shows them."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvlab
 from kvlab import decode, memory, parts
+from kvlab.core import PAGE, Codec, part, static
 from kvlab.errors import ConfigError
 from kvlab.experiment import causes, picture
 from kvlab.models import load
@@ -36,8 +38,8 @@ def test_followed_tokens_are_those_that_are_stored_and_read(tiny, rng, name):
     found = np.asarray(steps.followed[0])
     np.testing.assert_array_equal((found == READ).sum(-1), steps.reads[0])
     again = session.run(1, ["reads"], every)
-    for layer, (part, cache) in enumerate(zip(session.policies, session.state.caches)):
-        pos = np.asarray(memory.positions(part, cache)).reshape(2, 2, -1)
+    for layer, (made, cache) in enumerate(zip(session.policies, session.state.caches)):
+        pos = np.asarray(memory.positions(made, cache)).reshape(2, 2, -1)
         held = (pos[..., None] == every[:, None, None]).any(2)
         np.testing.assert_array_equal(np.asarray(again.followed[0, layer]) != GONE, held)
     reads_less = not policy.selection.reads_all
@@ -87,6 +89,22 @@ def test_a_pairs_span_holds_its_value():
         assert model.tokenizer.decode(batch.prompts[0][first:end]).strip() == target
 
 
+@part
+class Coarse(Codec):
+    """Whole multiples of `step`: tiny-recall takes no notice of 2-bit codecs, so this one is coarser."""
+
+    step: float = static(default=6.0)
+
+    def encode(self, x, pos=None):
+        return {"x": jnp.round(x / self.step).astype(jnp.int8)}
+
+    def decode(self, code, pos=None):
+        return code["x"].astype(jnp.float32) * self.step
+
+    def page_bytes(self, dim):
+        return PAGE * dim
+
+
 def share(kept, read, correct=False):
     return {"correct": correct, "kept_share": kept, "read_share": read}
 
@@ -119,7 +137,7 @@ RECALL = {
         "policy": [
             {"label": "window", "retention": {"name": "window", "size": 48, "sinks": 4}},
             {"label": "recency", "selection": {"name": "recency", "sparsity": 0.75, "sinks": 0, "recent": 1}},
-            {"label": "coarse", "codec": {"name": "int2", "group_size": 64}},
+            {"label": "coarse", "codec": {"name": "tests.test_causes:Coarse"}},
             {"label": "full"},
         ]
     },

@@ -78,8 +78,7 @@ class Pairs(tools.Bytes):
 def test_a_span_takes_in_tokens_that_hold_a_part_of_the_number():
     batch = Needle(length=400, needles=3, contexts=1, text="stdlib").batch(0, 0, Pairs())
     for (first, end), number in zip(batch.spans, batch.targets):
-        piece = Pairs().decode(batch.prompts[0][first:end])
-        assert number in piece and end - first == 3
+        assert number in Pairs().decode(batch.prompts[0][first:end]) and end - first == 3
 
 
 def test_a_pairs_span_holds_its_value():

@@ -72,19 +72,9 @@ class Needle(Task):
         else:
             prompts, rows, forced = [context], [0] * self.needles, questions
         steps = max(map(len, forced)) + self.new_tokens
-        inside = [self._answer(tokenizer, c, n) for c, n in zip(cities, numbers)]
+        inside = [_answer(tokenizer, needle, number) for needle, number in zip(needles, numbers)]
         spans = [(start + first, start + end) for start, (first, end) in zip(starts, inside)]
         return Batch(prompts, rows, forced, steps, facts, numbers, spans)
-
-    def _answer(self, tokenizer, city: str, number: str) -> tuple[int, int]:
-        """Which tokens of a needle hold its number; what a tokenizer merges with neighbours counts as a whole."""
-        before = f" {self.fact.format(name=city)}"
-        whole, head, most = (tokenizer.encode(text) for text in (f"{before} {number}. ", before, f"{before} {number}"))
-        alike = lambda a: next((i for i, (x, y) in enumerate(zip(a, whole)) if x != y), len(a))
-        first, end = alike(head), alike(most)
-        while not tokenizer.decode(whole[first : first + 1]).strip():
-            first += 1
-        return first, end + (end < len(most))
 
     def score(self, batch, answers, logits, reference):
         return [
@@ -94,3 +84,13 @@ class Needle(Task):
 
     def summary(self, rows):
         return {"accuracy": sum(r["correct"] for r in rows) / len(rows), "samples": len(rows)}
+
+
+def _answer(tokenizer, needle: list[int], number: str) -> tuple[int, int]:
+    """The shortest run of a needle's tokens that holds its number, (first, past the last)."""
+    first, end = 0, len(needle)
+    while number in tokenizer.decode(needle[first + 1 : end]):
+        first += 1
+    while number in tokenizer.decode(needle[first : end - 1]):
+        end -= 1
+    return first, end

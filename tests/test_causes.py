@@ -2,13 +2,14 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 
 import kvlab
 from kvlab import decode, memory, parts
 from kvlab.core import PAGE, Codec, part, static
 from kvlab.errors import ConfigError
-from kvlab.experiment import causes, picture
+from kvlab.experiment import causes, config, picture, report
 from kvlab.models import load
 from kvlab.reading import GONE, READ, STORED
 from kvlab.tasks import Mqar, Needle
@@ -200,7 +201,6 @@ def test_without_a_full_cache_in_the_grid_causes_are_the_same(recalled, tmp_path
 
 def test_causes_are_counted_by_policy(recalled):
     _, samples, out = recalled
-    from kvlab.experiment import config
 
     made = causes.table(config.expand(config.read(RECALL)[1]), out / "recall")
     assert list(made) == ["window", "recency", "coarse", "full"]
@@ -213,8 +213,6 @@ def test_causes_are_counted_by_policy(recalled):
 
 
 def frame_of(**columns):
-    import pandas as pd
-
     count = len(next(iter(columns.values())))
     return pd.DataFrame({"policy": [f"p{i}" for i in range(count)], "accuracy": [0.5] * count, **columns})
 
@@ -246,3 +244,14 @@ def test_a_part_inside_a_part_is_named_in_words():
     assert parts.describe({"retention": {"name": "protect", "inner": inner}}) == "protect keydiff ratio 0.5"
     wrapped = {"retention": {"name": "protect", "inner": {"name": "adakv", "inner": "kvzip"}, "sinks": 2}}
     assert parts.describe(wrapped) == "protect adakv kvzip sinks 2"
+
+
+def test_tasks_of_a_kind_stand_side_by_side():
+    """A policy's row is a mean over tasks, so each task's own accuracy is shown, under what sets the tasks apart."""
+    task = {"name": "mqar", "length": 128, "contexts": 1, "pairs": 8, "queries": 4}
+    cells = [config.Cell({"name": "m"}, {**task, "queries": q}, {"label": p}) for p in "ab" for q in (4, 8)]
+    table = pd.DataFrame({"policy": ["a", "a", "b", "b"], "seed": 0, "accuracy": [0.1, 0.2, 0.3, 0.4]})
+    shown = report.by_task(table, cells)
+    assert [c.header for c in shown.columns] == ["policy", "queries 4", "queries 8"]
+    assert [list(c.cells) for c in shown.columns[1:]] == [["0.100", "0.300"], ["0.200", "0.400"]]
+    assert report.by_task(table[:1], cells[:1]) is None

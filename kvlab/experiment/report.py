@@ -50,7 +50,12 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
     frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
     drawn = picture.draw(frame, folder / f"{name}.png")
     ranked = ranking.write(cells, folder)
-    show(experiment, frame, [path for path in (folder / "table.parquet", drawn, ranked) if path], causes.table(cells, folder))
+    show(
+        experiment,
+        frame,
+        [path for path in (folder / "table.parquet", drawn, ranked) if path],
+        [by_task(table, cells), causes_table(causes.table(cells, folder))],
+    )
     return frame
 
 
@@ -112,7 +117,7 @@ def reads_less(frame) -> bool:
     return "read_ratio" in frame and bool((frame["read_ratio"] < 0.9995).any())
 
 
-def show(experiment: config.Experiment, frame, files: list[Path], lost: dict[str, dict[str, int]]) -> None:
+def show(experiment: config.Experiment, frame, files: list[Path], more: list) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -127,15 +132,37 @@ def show(experiment: config.Experiment, frame, files: list[Path], lost: dict[str
         table.add_row(row["policy"], *(escape(cell(row, c)) for c in columns))
     console = Console(width=None if Console().is_terminal else 240)
     console.print(table)
-    if lost:
-        console.print(causes_table(lost))
+    for other in filter(None, more):
+        console.print(other)
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True)
 
 
-def causes_table(lost: dict[str, dict[str, int]]):
-    """How many answers each policy lost, and to what (see `kvlab.experiment.causes`)."""
+def by_task(table, cells: list[config.Cell]):
+    """Accuracy of each policy in each task, the mean over seeds, tasks named by what sets them apart; None for a single task."""
     from rich.table import Table
+
+    asked = [cell.task for cell in cells]
+    options = dict.fromkeys(key for task in asked for key in task if len({str(other.get(key)) for other in asked}) > 1)
+    words = [" ".join(task[o] if o == "name" else f"{o} {task[o]}" for o in options if o in task) for task in asked]
+    known = table.assign(words=words)[table.get("accuracy", table["seed"] * math.nan).notna()]
+    if known["words"].nunique() < 2:
+        return None
+    figures = known.pivot_table("accuracy", "policy", "words", sort=False)
+    shown = Table(title="accuracy by task", caption="the mean over seeds")
+    for i, column in enumerate(["policy", *figures.columns]):
+        shown.add_column(column, justify="right" if i else "left", min_width=16 if i == 0 else None)
+    for label, row in figures.iterrows():
+        shown.add_row(str(label), *map("{:.3f}".format, row))
+    return shown
+
+
+def causes_table(lost: dict[str, dict[str, int]]):
+    """How many answers each policy lost, and to what (see `kvlab.experiment.causes`); None where no task tells."""
+    from rich.table import Table
+
+    if not lost:
+        return None
 
     table = Table(
         title="why answers were lost", caption="number of samples, by the first cause that holds; model: full is wrong too"

@@ -209,6 +209,14 @@ def test_causes_are_counted_by_policy(recalled):
         assert counts["samples"] == 64 and sum(counts[c] for c in causes.CAUSES) == (~rows.correct.astype(bool)).sum()
 
 
+def test_a_question_in_the_prompt_leaves_its_answer_to_be_followed_from_the_first_step(on_tiny, tmp_path):
+    task = {"name": "needle", "length": 300, "contexts": 1, "needles": 2, "new_tokens": 3, "text": "stdlib", "known": True}
+    window = {"label": "window", "retention": {"name": "window", "size": 130, "sinks": 0}}
+    kvlab.run({"name": "k", "question": "?", "base": {"model": {"name": "tiny"}, "task": task, "policy": window}}, out=tmp_path)
+    rows = kvlab.results.load(tmp_path / "k")
+    assert rows.kept_share.tolist() == rows.read_share.tolist() == [0, 1]
+
+
 # ----------------------------------------------------------------------------------------------------------- the picture
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvlab import attention, compilation, sampling
+from kvlab import attention, compilation, reading, sampling
 from kvlab.core import EMPTY, PAGE, Cache, Record, part
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
@@ -44,7 +44,8 @@ class Steps(NamedTuple):
     before all rows had stopped, and what was watched (zeros after that).
 
     logits `[n, B, V]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens, bound `[n, L, B, H]` (which limit
-    a selection met, see `kvlab.core.NO_BOUND`); None if not watched.
+    a selection met, see `kvlab.core.NO_BOUND`); followed `[n, L, B, H, W]`: what became of W tokens of each row (see
+    `kvlab.reading.followed`). None if not watched.
     """
 
     tokens_nB: Any
@@ -53,6 +54,7 @@ class Steps(NamedTuple):
     entropy: Any = None
     reads: Any = None
     bound: Any = None
+    followed: Any = None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "needs"), compiler_options=compilation.memory_first())
@@ -122,8 +124,13 @@ def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, le
 
 
 @functools.partial(jax.jit, static_argnames=("config", "n", "watch"), donate_argnames="state")
-def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, stops, n: int, watch: frozenset):
-    """Feeds up to n tokens per row: the forced ones first, then what was sampled (`how`: a `Sampling` of rows, or None)."""
+def decode(
+    config: ModelConfig, params, policies, state: State, how, forced_BF, stops, n: int, watch: frozenset, follow_BW=None
+):  # fmt: skip
+    """Feeds up to n tokens per row: the forced ones first, then what was sampled (`how`: a `Sampling` of rows, or None).
+
+    `follow` are positions of tokens to be followed, where that is watched.
+    """
     model = bind(config, params)
     B = state.token_B.shape[0]
     forced = lambda fed: jnp.take_along_axis(forced_BF, jnp.minimum(fed, forced_BF.shape[1] - 1)[:, None], 1)[:, 0]
@@ -150,6 +157,10 @@ def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, 
             "reads": jnp.stack([a.reads_BH for a in infos]),
             "bound": jnp.stack([a.bound_BH for a in infos]),
         }
+        if follow_BW is not None:
+            seen = enumerate(zip(policies, caches, infos))
+            found = [reading.followed(p, c, a.picked, state.pos_B, config.attention(i), follow_BW) for i, (p, c, a) in seen]
+            watched["followed"] = jnp.stack(found)
         out = {name: buffer.at[i].set(watched[name]) for name, buffer in out.items()}
         state = dataclasses.replace(
             state, caches=caches, token_B=jnp.where(live, sampled, state.token_B), pos_B=state.pos_B + live,
@@ -157,7 +168,7 @@ def decode(config: ModelConfig, params, policies, state: State, how, forced_BF, 
         )  # fmt: skip
         return i + 1, state, out
 
-    taken, state, out = lax.while_loop(going, step, (0, state, _outputs(config, n, B, watch)))
+    taken, state, out = lax.while_loop(going, step, (0, state, _outputs(config, n, B, watch, follow_BW)))
     return state, Steps(taken=taken, **out)
 
 
@@ -179,7 +190,7 @@ def _layers(config, model, policies, caches, token_B, pos_B, live_B):
     return model(token_B, pos_B, attend), tuple(new), infos
 
 
-def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset) -> dict:
+def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset, follow_BW) -> dict:
     L, H, G, V = config.layers, config.kv_heads, config.groups, config.vocab
     buffers = {
         "tokens_nB": lambda: jnp.full((n, B), -1, jnp.int32),
@@ -187,6 +198,7 @@ def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset) -> dict:
         "entropy": lambda: jnp.zeros((n, L, B, H, G)),
         "reads": lambda: jnp.zeros((n, L, B, H), jnp.int32),
         "bound": lambda: jnp.zeros((n, L, B, H), jnp.int32),
+        "followed": lambda: jnp.zeros((n, L, B, H, follow_BW.shape[1]), jnp.int8),
     }
     return {name: make() for name, make in buffers.items() if name == "tokens_nB" or name in watch}
 

@@ -139,5 +139,10 @@ def _words(part: Any) -> str:
         return part
     if "name" not in part:
         return " / ".join(f"{side.upper()} {_words(part[side])}" for side in ("k", "v") if side in part)
-    options = (value if isinstance(value, str) else f"{key} {value}" for key, value in part.items() if key != "name")
+    options = (_option(key, value) for key, value in part.items() if key != "name")
     return " ".join([part["name"].rpartition(":")[2], *options])
+
+
+def _option(key: str, value: Any) -> str:
+    """A part inside a part stands as it would alone, and so does a text; a number needs its name."""
+    return _words(value) if isinstance(value, str | dict) else f"{key} {value}"

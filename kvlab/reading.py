@@ -15,15 +15,18 @@ from kvlab.attention import MASKED, AttentionSpec, Partial
 from kvlab.core import BLOCK, EMPTY, NO_BOUND, PAGE, Around, Cache, Pages, Tokens
 from kvlab.slots import owners
 
+GONE, STORED, READ = 0, 1, 2  # what became of a token: see `followed`
+
 
 class Info(NamedTuple):
-    """Diagnostics of one attention: entropy of each query head (nats), tokens read per KV head, and which limit held them
-    down (`kvlab.core.NO_BOUND` and so on). Unused ones cost nothing.
+    """Diagnostics of one attention: entropy of each query head (nats), tokens read per KV head, which limit held them down
+    (`kvlab.core.NO_BOUND` and so on), and what the selection named (for `followed`). Unused ones cost nothing.
     """
 
     entropy_BHQ: Any
     reads_BH: Any
     bound_BH: Any
+    picked: Pages | Tokens = Pages(None)
 
 
 def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None):
@@ -42,7 +45,7 @@ def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=N
     if policy.tailed:
         done = attention.merge(done, _tail(policy, cache, query, sees, tail_ok, spec))
     out, lse, entropy = attention.finish(done)
-    return out, lse, Info(entropy, reads, bound), shared
+    return out, lse, Info(entropy, reads, bound, picked._replace(bound=None, shared=None)), shared
 
 
 def pick(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=None):
@@ -53,6 +56,24 @@ def pick(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=No
     visible = _sight(policy, spec, pos_B[:, None])(cache.pos)[:, :, 0]
     around = Around(shared, functools.partial(_logits, policy, cache, query, policy.codec.keys.query(query), spec))
     return policy.selection.select(cache.index, query, visible, cache, around), visible
+
+
+def followed(policy, cache: Cache, picked: Pages | Tokens, pos_B, spec: AttentionSpec, want_BW):
+    """What became of the tokens at positions `want` for a query at `pos`, by KV head: int8 `[B, H, W]`, `GONE`, `STORED`, `READ`.
+
+    `picked` is what the selection named for that query. A token that the query may not see, or a negative position, is gone.
+    """
+    pos = policy.slots.apart(cache.pos, cache, EMPTY)
+    there = _sight(policy, spec, pos_B[:, None])(pos)[:, :, 0, ..., None] & (pos[..., None] == want_BW[:, None, None, None])
+    found = there.any((2, 3))
+    if picked.index is None:
+        return jnp.where(found, READ, GONE).astype(jnp.int8)
+    B, H, N, P = pos.shape
+    places = N * P if isinstance(picked, Tokens) else N
+    head = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None]
+    read = jnp.zeros((B, H, places), bool).at[*head, jnp.maximum(picked.index, 0)].max(picked.index >= 0)
+    read = read.reshape(B, H, N, -1, 1)
+    return jnp.where((there & read).any((2, 3)), READ, jnp.where(found, STORED, GONE)).astype(jnp.int8)
 
 
 def chunk(policy, cache: Cache, query_BTHGD, key_BHTD, value_BHTD, pos_BT, spec: AttentionSpec):

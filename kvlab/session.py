@@ -59,15 +59,15 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------- running
 
-    def run(self, n: int = 1, watch: Sequence[str] = ()) -> Steps:
+    def run(self, n: int = 1, watch: Sequence[str] = (), follow: np.ndarray | None = None) -> Steps:
         """Feeds n tokens per row in one jitted loop, which ends early once every row has stopped.
 
         Args:
           watch: what to return besides tokens: "logits", "entropy", "reads", "bound".
+          follow: positions of tokens `[B, W]` (−1 for none); `Steps.followed` says what became of them.
         Errors: CapacityError before the loop when fewer than n tokens fit; the session stays usable.
         """
-        if unknown := set(watch) - WATCHABLE:
-            raise ConfigError(f"watch={sorted(unknown)} is unknown; allowed: {', '.join(sorted(WATCHABLE))}")
+        watched = self._watched(watch, follow)
         if n > self.room:
             raise CapacityError(f"{n} more tokens asked for, {self.room} fit; start the session with a larger new_tokens")
         if not self._has_next.all():
@@ -75,10 +75,20 @@ class Session:
         stops = jnp.asarray(sorted(self._stops) or [-2], jnp.int32)
         begin = time.perf_counter()
         args = self.model.config, self.model.params, self.policies, self.state, self._how, self._forced, stops
-        self.state, steps = jax.block_until_ready(loop.decode(*args, n=n, watch=frozenset(watch)))
+        self.state, steps = jax.block_until_ready(loop.decode(*args, n=n, watch=watched, follow_BW=follow))
         self.step_seconds.append((time.perf_counter() - begin, int(steps.taken)))
         self._sampled.append(np.asarray(steps.tokens_nB))
         return steps
+
+    def _watched(self, watch: Sequence[str], follow) -> frozenset[str]:
+        """Errors: ConfigError for a name that nobody knows, or positions that are not W for every row."""
+        if unknown := set(watch) - WATCHABLE:
+            raise ConfigError(f"watch={sorted(unknown)} is unknown; allowed: {', '.join(sorted(WATCHABLE))}")
+        if follow is None:
+            return frozenset(watch)
+        if np.ndim(follow) != 2 or len(follow) != len(self._has_next):
+            raise ConfigError(f"follow has the shape {np.shape(follow)}; give [{len(self._has_next)}, W], −1 for none")
+        return frozenset({*watch, "followed"})
 
     def stream(self, n: int, each: Callable[[np.ndarray], None], every: int = 1) -> None:
         """Runs up to n steps, handing the new tokens `[B, ≤ every]` to `each` as they come (−1 where a row had stopped)."""

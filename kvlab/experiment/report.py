@@ -1,10 +1,10 @@
-"""What a run shows when it is done: a table, a picture, and the frame behind them."""
+"""What a run shows when it is done: tables, a picture, and the frame behind them."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from kvlab.experiment import compare, config, ranking, reads, store
+from kvlab.experiment import causes, compare, config, picture, ranking, reads, store
 
 TIME_COLUMNS = ("tokens_per_s", "ms_per_token_p50", "ms_per_token_p99", "time_to_first_token")
 
@@ -48,9 +48,14 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
     with store.writing(folder / "table.parquet") as part:
         table.to_parquet(part)
     frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
-    picture = draw(frame, folder / f"{name}.png")
+    drawn = picture.draw(frame, folder / f"{name}.png")
     ranked = ranking.write(cells, folder)
-    show(experiment, frame, [path for path in (folder / "table.parquet", picture, ranked) if path])
+    show(
+        experiment,
+        frame,
+        [path for path in (folder / "table.parquet", drawn, ranked) if path],
+        [by_task(table, cells), causes_table(causes.table(cells, folder))],
+    )
     return frame
 
 
@@ -112,7 +117,7 @@ def reads_less(frame) -> bool:
     return "read_ratio" in frame and bool((frame["read_ratio"] < 0.9995).any())
 
 
-def show(experiment: config.Experiment, frame, files: list[Path]) -> None:
+def show(experiment: config.Experiment, frame, files: list[Path], more: list) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -127,44 +132,46 @@ def show(experiment: config.Experiment, frame, files: list[Path]) -> None:
         table.add_row(row["policy"], *(escape(cell(row, c)) for c in columns))
     console = Console(width=None if Console().is_terminal else 240)
     console.print(table)
+    for other in filter(None, more):
+        console.print(other)
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True)
 
 
-def draw(frame, path: Path) -> Path | None:
-    """Bytes against quality: a panel for accuracy and one for KL, whichever were measured."""
-    import matplotlib
+def by_task(table, cells: list[config.Cell]):
+    """Accuracy of each policy in each task, the mean over seeds, tasks named by what sets them apart; None for a single task."""
+    from rich.table import Table
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    panels = [c for c in ("accuracy", "kl_mean") if c in frame]
-    if not panels:
+    asked = [cell.task for cell in cells]
+    options = dict.fromkeys(key for task in asked for key in task if len({str(other.get(key)) for other in asked}) > 1)
+    words = [" ".join(task[o] if o == "name" else f"{o} {task[o]}" for o in options if o in task) for task in asked]
+    known = table.assign(words=words)[table.get("accuracy", table["seed"] * math.nan).notna()]
+    if known["words"].nunique() < 2:
         return None
-    labels = {"accuracy": "accuracy (higher is better)", "kl_mean": "mean KL from the full cache, nats (lower is better)"}
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False)
-    for axis, column in zip(axes[0], panels):
-        for i, row in frame.iterrows():
-            if f"{column}_low" in frame:
-                ends = np.maximum([[row[column] - row[f"{column}_low"]], [row[f"{column}_high"] - row[column]]], 0)
-                axis.errorbar(row["resident_bytes"] / 1e6, row[column], ends, color="0.6", capsize=3, zorder=2)
-            axis.scatter(
-                row["resident_bytes"] / 1e6, row[column], s=90, marker="osD^vP*Xhd"[i % 10], label=row["policy"], zorder=3
-            )
-        axis.set_xlabel("resident bytes per sequence, MB")
-        axis.set_ylabel(labels[column])
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    if "kl_mean" in panels:
-        axes[0][-1].set_yscale("symlog", linthresh=1e-4)
-        axes[0][-1].set_ylim(-2e-5, max(3 * frame["kl_mean"].max(), 1e-3))
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
-    figure.tight_layout()
-    with store.writing(path) as part:
-        figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
-    plt.close(figure)
-    return path
+    figures = known.pivot_table("accuracy", "policy", "words", sort=False)
+    shown = Table(title="accuracy by task", caption="the mean over seeds")
+    for i, column in enumerate(["policy", *figures.columns]):
+        shown.add_column(column, justify="right" if i else "left", min_width=16 if i == 0 else None)
+    for label, row in figures.iterrows():
+        shown.add_row(str(label), *map("{:.3f}".format, row))
+    return shown
+
+
+def causes_table(lost: dict[str, dict[str, int]]):
+    """How many answers each policy lost, and to what (see `kvlab.experiment.causes`); None where no task tells."""
+    from rich.table import Table
+
+    if not lost:
+        return None
+
+    table = Table(
+        title="why answers were lost", caption="number of samples, by the first cause that holds; model: full is wrong too"
+    )
+    for i, column in enumerate(["policy", "samples", *causes.CAUSES]):
+        table.add_column(column, justify="right" if i else "left")
+    for label, counts in lost.items():
+        table.add_row(label, *(str(counts[column]) for column in ("samples", *causes.CAUSES)))
+    return table
 
 
 def as_json(frame) -> dict[str, Any]:

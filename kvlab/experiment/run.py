@@ -20,7 +20,7 @@ import kvlab
 from kvlab import memory
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
-from kvlab.experiment import config, reads, report, store
+from kvlab.experiment import causes, compare, config, reads, report, store
 from kvlab.models import load
 from kvlab.needs import REPLAYED
 from kvlab.tasks import Batch, Task
@@ -79,6 +79,7 @@ class Group:
         self.runs = [(store.Run(folder, cell), cell.make_policies(self.engine.config)) for cell in cells]
         for each, _ in self.runs:
             each.open({**env, "files": files_digest(each.cell)}, accept_stale, fresh)
+        self.runs.sort(key=lambda run: not compare.is_full(run[0].cell))  # the others' causes lean on its answers
 
     def run(self) -> None:
         for index in range(self.task.count()):
@@ -97,10 +98,16 @@ class Group:
         reference = None
         if self.task.compares_logits:
             reference = decode(self.engine, prompt, FULL, batch, logits=True).logits
+        full = functools.cache(lambda: self._full(index, batch, prompt))
         for each, policies in todo:
             made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
             scores = self.task.score(batch, made.answers, made.logits, reference)
             rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
+            if batch.spans:
+                mine = compare.is_full(each.cell)
+                for i, row in enumerate(rows):
+                    model = not row["correct"] and (mine or not full()[i])
+                    row["cause"] = causes.cause(row, model, causes.rounds(policies))
             arrays = {
                 "kept": made.kept,
                 "entropy": made.entropy,
@@ -110,6 +117,14 @@ class Group:
             arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
             each.write(index, rows, arrays, made.timing)
             self.done(each.cell.label)
+
+    def _full(self, index: int, batch: Batch, prompt: Prefilled) -> list[bool]:
+        """Which samples the full fp32 cache gets right: as a cell of the group has it, or else decoded for this."""
+        for each, _ in self.runs:
+            if compare.is_full(each.cell) and each.has(index):
+                return [row["correct"] for row in each.batch(index)["rows"]]
+        made = decode(self.engine, prompt, FULL, batch, logits=False)
+        return [score["correct"] for score in self.task.score(batch, made.answers, None, None)]
 
 
 @dataclasses.dataclass
@@ -122,7 +137,7 @@ class Decoded:
     entropy: np.ndarray  # [steps kept, L, B, H, G]
     entropy_steps: np.ndarray
     row: dict[str, Any]
-    reads: list[dict[str, float]]  # of each row of the results (see `reads.Reads.rows`)
+    reads: list[dict[str, float]]  # of each row of the results (see `reads.Reads.rows`, `causes.Followed.rows`)
     timing: dict[str, Any]
 
 
@@ -132,10 +147,12 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
     kept, footprint = snapshot(session, batch)
     watch = ("entropy", *reads.WATCH, *(("logits",) if logits else ()))
     seen_reads = reads.Reads(session, reads.planned(batch.new_tokens, ENTROPY_STEPS))
+    answer = causes.Followed(engine.config, batch)
     seen_logits: list[np.ndarray] = []
     seen_entropy: list[np.ndarray] = []
     while len(seen_entropy) < batch.new_tokens and not (session.done and seen_entropy):
-        steps = session.run(1, watch)
+        steps = session.run(1, watch, answer.positions)
+        answer.see(len(seen_entropy), steps)
         seen_reads.see(len(seen_entropy), steps)
         seen_entropy.append(np.asarray(steps.entropy[0]))
         if logits:
@@ -149,7 +166,7 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
         np.stack([seen_entropy[i] for i in chosen]).astype(np.float32),
         chosen,
         footprint,
-        seen_reads.rows(),
+        [{**read, **share} for read, share in zip(seen_reads.rows(), answer.rows())],
         timing(session, prompt, len(batch.rows)),
     )
 
@@ -197,7 +214,11 @@ def summarise(task: Task, each: store.Run, policies) -> dict[str, Any]:
         "seed": each.cell.seed,
         **task.summary(rows),
         **{name: float(np.mean([r[name] for r in rows])) for name in memory_names},
-        **{name: float(np.mean([r[name] for r in rows])) for name in reads.COLUMNS if all(name in r for r in rows)},
+        **{
+            name: float(np.mean([r[name] for r in rows]))
+            for name in (*reads.COLUMNS, *causes.COLUMNS)
+            if all(name in r for r in rows)
+        },
         "tokens_per_s": float(samples / steps.sum()),
         "ms_per_token_p50": float(np.quantile(steps, 0.5) * 1e3),
         "ms_per_token_p99": float(np.quantile(steps, 0.99) * 1e3),

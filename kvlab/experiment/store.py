@@ -70,6 +70,10 @@ class Run:
     def has(self, index: int) -> bool:
         return self._batch(index).exists()
 
+    def batch(self, index: int) -> dict:
+        """A finished batch."""
+        return read_json(self._batch(index))
+
     def write(self, index: int, rows: list[dict], arrays: dict[str, np.ndarray], timing: dict) -> None:
         with writing(self._batch(index).with_suffix(".npz")) as part, open(part, "wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)

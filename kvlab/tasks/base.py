@@ -18,6 +18,7 @@ class Batch:
       new_tokens: steps to take; covers the forced tokens and the answer.
       facts: what is known about each sample and goes into its row of the results.
       targets: what the task wants back, in its own form.
+      spans: where each sample's answer stands in its prompt, (first, past the last) token; empty where it stands nowhere.
     """
 
     prompts: Sequence[list[int]]
@@ -26,6 +27,7 @@ class Batch:
     new_tokens: int
     facts: Sequence[dict[str, Any]]
     targets: Sequence[Any]
+    spans: Sequence[tuple[int, int]] = ()
 
 
 class Task:

@@ -79,7 +79,8 @@ class Mqar(Task):
         ]
         forced = [[int(key)] for key in drawn.query_BQ]
         targets = [WORDS[value] for value in drawn.target_BQ]
-        return Batch([drawn.context_BT.tolist()], [0] * self.queries, forced, 1, facts, targets)
+        spans = [(int(start) + 1, int(start) + 2) for start in drawn.start_BQ]
+        return Batch([drawn.context_BT.tolist()], [0] * self.queries, forced, 1, facts, targets, spans)
 
     def score(self, batch, answers, logits, reference):
         return [

@@ -63,6 +63,7 @@ class Needle(Task):
         room = self.length - len(begin) - sum(map(len, needles)) - (max(map(len, questions)) if self.known else 0)
         hay = source.token_stream(self.text, tokenizer, rng, room)[:room]
         context, depths = source.insert(hay, needles, self.depth)
+        starts = [len(begin) + round(depth * len(context)) for depth in depths]  # the exact number: a depth is start / length
         context = begin + context
         facts = [{"context": index, "needle": c, "depth": round(d, 4)} for c, d in zip(cities, depths)]
         if self.known:
@@ -71,7 +72,9 @@ class Needle(Task):
         else:
             prompts, rows, forced = [context], [0] * self.needles, questions
         steps = max(map(len, forced)) + self.new_tokens
-        return Batch(prompts, rows, forced, steps, facts, numbers)
+        inside = [_answer(tokenizer, needle, number) for needle, number in zip(needles, numbers)]
+        spans = [(start + first, start + end) for start, (first, end) in zip(starts, inside)]
+        return Batch(prompts, rows, forced, steps, facts, numbers, spans)
 
     def score(self, batch, answers, logits, reference):
         return [
@@ -81,3 +84,13 @@ class Needle(Task):
 
     def summary(self, rows):
         return {"accuracy": sum(r["correct"] for r in rows) / len(rows), "samples": len(rows)}
+
+
+def _answer(tokenizer, needle: list[int], number: str) -> tuple[int, int]:
+    """The shortest run of a needle's tokens that holds its number, (first, past the last)."""
+    first, end = 0, len(needle)
+    while number in tokenizer.decode(needle[first + 1 : end]):
+        first += 1
+    while number in tokenizer.decode(needle[first : end - 1]):
+        end -= 1
+    return first, end

@@ -1,0 +1,74 @@
+"""Bytes against quality: a panel for accuracy and one for KL, whichever were measured."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+
+from kvlab.experiment import store
+
+PANELS = {"accuracy": "accuracy (higher is better)", "kl_mean": "mean KL from the full cache, nats (lower is better)"}
+AXES = {"resident_bytes": "resident bytes per sequence, MB", "read_bytes": "bytes that a step reads per sequence, MB"}
+ALIKE = 0.9  # resident bytes above this share of the most do not set policies apart: index keys take a few in a hundred
+MARKS = "osD^vP*Xhd"
+LEGEND = 26  # names in a column of the legend
+
+
+def axis(frame) -> str:
+    """The bytes that set the policies of a frame apart: those that are resident, or where these are alike those read."""
+    spread = lambda column: frame[column].min() / frame[column].max()
+    alike = "read_bytes" in frame and spread("resident_bytes") > ALIKE and spread("read_bytes") < spread("resident_bytes")
+    return "read_bytes" if alike else "resident_bytes"
+
+
+def method(label: str) -> str:
+    """A policy's label without the budget that it ends on: "snapkv, 25 %" is snapkv."""
+    return re.sub(r"[\s,]*\d+(\.\d+)?\s*%$", "", label) or label
+
+
+def draw(frame, path: Path) -> Path | None:
+    """Writes the picture; one mark for each method, and a line through its budgets. None where there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [column for column in PANELS if column in frame]
+    if not panels:
+        return None
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False)
+    for place, column in zip(axes[0], panels):
+        _panel(place, frame, column)
+    if "kl_mean" in panels:
+        axes[0][-1].set_yscale("symlog", linthresh=1e-4)
+        axes[0][-1].set_ylim(-2e-5, max(3 * frame["kl_mean"].max(), 1e-3))
+    names = frame["policy"].map(method).nunique()
+    columns = -(-names // LEGEND)
+    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, ncols=columns, fontsize="small")
+    figure.tight_layout()
+    with store.writing(path) as part:
+        figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
+    plt.close(figure)
+    return path
+
+
+def _panel(place, frame, column: str) -> None:
+    """One panel: every method's points from few bytes to many, with their intervals."""
+    from matplotlib import colormaps
+
+    across = axis(frame)
+    # marks and colours come round after different numbers, so that no two of the first hundred methods look alike
+    looks = zip(itertools.cycle(MARKS), itertools.cycle(colormaps["tab20"].colors[:19]))  # type: ignore[attr-defined]
+    for (name, rows), (mark, colour) in zip(frame.groupby(frame["policy"].map(method), sort=False), looks):
+        rows = rows.sort_values(across)
+        x, y = rows[across] / 1e6, rows[column]
+        if f"{column}_low" in rows:
+            ends = np.maximum([y - rows[f"{column}_low"], rows[f"{column}_high"] - y], 0)
+            place.errorbar(x, y, ends, fmt="none", color="0.75", capsize=2, zorder=1)
+        place.plot(x, y, color=colour, lw=1, zorder=2)
+        place.scatter(x, y, s=55, marker=mark, color=colour, label=name, zorder=3)
+    place.set_xlabel(AXES[across])
+    place.set_ylabel(PANELS[column])
+    place.set_xlim(0, 1.08 * frame[across].max() / 1e6)
+    place.grid(alpha=0.3)

@@ -156,9 +156,10 @@ def columns(query_BTHGD, key_BHTD, pos_BT, spec: AttentionSpec, query_block: int
         def step(total, first):
             query = lax.dynamic_slice(query_BTHGD, (row, first, head, 0, 0), (1, block, 1, G, D))[0, :, 0]
             now = lax.dynamic_slice_in_dim(pos, first, block)[:, None]
+            new = jnp.minimum(first, T - block) + jnp.arange(block)[:, None] >= first  # a last slice that is cut short moves back
             logits = spec.cap(jnp.einsum("qgd,td->qgt", query * spec.scale, key))
             weight = jax.nn.softmax(jnp.where(spec.sees(pos, now)[:, None], logits, MASKED), -1).mean(1)
-            return total + jnp.where(now >= 0, weight, 0.0).sum(0), None
+            return total + jnp.where(new & (now >= 0), weight, 0.0).sum(0), None
 
         return lax.scan(step, jnp.zeros(T), jnp.arange(0, T, block))[0]
 

@@ -84,9 +84,11 @@ def check(part: Any, model: ModelConfig | None = None) -> Report:
     policies = _products(kind, part, shape, s, report)
     if not policies:
         raise Breach(f"{part}: every product with built-in parts was refused: {next(iter(report.refused.values()))}")
+    first = next(iter(policies.values()))
+    if kind == "retention":
+        ranks(first, s)  # the cheapest first
     for name, policy in policies.items():
         lives(name, policy, s)
-    first = next(iter(policies.values()))
     _one_trace(first, s)
     _in_place(first, shape)
     report.passed += [
@@ -319,14 +321,42 @@ def _in_place(policy: Policy, shape: ModelConfig) -> None:
 # --------------------------------------------------------------------------------------------------- what kinds owe besides
 
 
+def ranks(policy: Policy, s: Sequence) -> None:
+    """A prompt's priorities are numbers, and the same alone as beside a longer one and more pads. Errors: Breach."""
+    row, budget = int(np.argmin(s.lengths)), _budget(policy, s)
+    both, alone = _priorities(policy, s, budget), _priorities(policy.for_rows(np.array([row])), s.row(row), budget)
+    for b, length in enumerate(s.lengths):
+        if np.isnan(both[b, :, :length]).any():
+            raise Breach(f"{policy.retention}: the priority of a stored token is not a number; guard divisions and logarithms")
+    got, want = alone[0, :, : s.lengths[row]], both[row, :, : s.lengths[row]]
+    most = np.abs(want[np.isfinite(want)]).max(initial=1)
+    if not np.allclose(got, want, rtol=1e-3, atol=TOLERANCE * most):
+        raise Breach(
+            f"{policy.retention}: a prompt alone is ranked otherwise than beside a longer one; leave out of sums and means what "
+            "has no position (pos < 0), or draw randomness from positions"
+        )
+
+
+def _priorities(policy: Policy, s: Sequence, budget: int) -> np.ndarray:
+    """What the retention says of a prompt's tokens, `[B, H, T]`."""
+    record = s.prompt(policy.retention.needs)
+    pos = jnp.broadcast_to(record.pos_BT[:, None], record.key_BHTD.shape[:3])
+    score = policy.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **policy._seen(record, budget))
+    priority = policy.retention.priority(score, pos, record.pos_BT.max(-1)[:, None, None])
+    return np.asarray(jnp.broadcast_to(priority, pos.shape).astype(jnp.float32))
+
+
 def _retention(policy: Policy, s: Sequence, report: Report) -> None:
-    """Its ranking of a prompt does not see pads, and asking twice gives the same."""
+    """Asking twice gives the same."""
     keep, wanted = policy.retention, policy.retention.needs
     budget = _budget(policy, s)
     held = [memory.positions(policy, _live(policy, each, budget).first) for each in (s, s)]
     if (np.asarray(held[0]) != np.asarray(held[1])).any():
         raise Breach(f"{keep}: the same prompt is kept differently the second time; draw randomness from positions")
-    report.passed.append(f"needs {', '.join(wanted) or 'keys and values only'}; a prompt is kept the same way every time")
+    report.passed.append(
+        f"needs {', '.join(wanted) or 'keys and values only'}; a prompt is kept the same way every time, "
+        "and ranked alone as it is beside others"
+    )
 
 
 def _codec(policy: Policy, s: Sequence, report: Report) -> None:

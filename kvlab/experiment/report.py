@@ -133,17 +133,17 @@ def show(experiment: config.Experiment, frame, files: list[Path]) -> None:
 
 def draw(frame, path: Path) -> Path | None:
     """Bytes against quality: a panel for accuracy and one for KL, whichever were measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyplot's backend is the caller's: a notebook shows its own
+    from matplotlib.figure import Figure
 
     panels = [c for c in ("accuracy", "kl_mean") if c in frame]
     if not panels:
         return None
     labels = {"accuracy": "accuracy (higher is better)", "kl_mean": "mean KL from the full cache, nats (lower is better)"}
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False)
+    figure = Figure(figsize=(6.2 * len(panels), 4.6))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, column in zip(axes[0], panels):
         for i, row in frame.iterrows():
             if f"{column}_low" in frame:
@@ -163,7 +163,6 @@ def draw(frame, path: Path) -> Path | None:
     figure.tight_layout()
     with store.writing(path) as part:
         figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
-    plt.close(figure)
     return path
 
 

@@ -29,15 +29,15 @@ def method(label: str) -> str:
 
 def draw(frame, path: Path) -> Path | None:
     """Writes the picture; one mark for each method, and a line through its budgets. None where there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyplot's backend is the caller's: a notebook shows its own
+    from matplotlib.figure import Figure
 
     panels = [column for column in PANELS if column in frame]
     if not panels:
         return None
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False)
+    figure = Figure(figsize=(6.2 * len(panels), 4.6))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for place, column in zip(axes[0], panels):
         _panel(place, frame, column)
     if "kl_mean" in panels:
@@ -49,7 +49,6 @@ def draw(frame, path: Path) -> Path | None:
     figure.tight_layout()
     with store.writing(path) as part:
         figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
-    plt.close(figure)
     return path
 
 

@@ -11,6 +11,25 @@ def memory_first() -> dict[str, str] | None:
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if jax.default_backend() == "cpu" else None
 
 
+MAPS = 40_000  # of the 65,530 memory maps that Linux gives a process: a compiled program takes ten and more
+
+
+def relieve(most: int = MAPS) -> bool:
+    """Drops compiled programs where the process has more than `most` memory maps: XLA crashes when there are no more.
+
+    What is needed again is compiled again, or comes from the persistent cache. Returns whether it had to; call it between
+    pieces of long work.
+    """
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            if sum(1 for _ in maps) <= most:
+                return False
+    except OSError:
+        return False  # no Linux, no such limit
+    jax.clear_caches()
+    return True
+
+
 def use_private_cache() -> None:
     """Keeps compiled programs between runs in a folder of mode 0700; does nothing if jax already has one set up.
 

@@ -1,5 +1,6 @@
 """Shared small models, parts and records. A skip that is not declared here fails the suite."""
 
+import itertools
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,11 +12,14 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from kvlab import compilation  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
 EXPECTED_SKIPS = ("refused:", "terms:")  # a product that cannot work; a model whose terms nobody here has accepted
 
 
+TESTS = itertools.count()
 unexpected_skips = []
 
 
@@ -34,6 +38,14 @@ def pytest_sessionfinish(session, exitstatus):
 def pytest_terminal_summary(terminalreporter):
     for line in unexpected_skips:
         terminalreporter.write_line(f"UNEXPECTED SKIP {line}", red=True)
+
+
+@pytest.fixture(autouse=True)
+def programs_that_fit():
+    """A worker compiles thousands of programs; every sixteenth test looks whether they are too many for the process."""
+    yield
+    if next(TESTS) % 16 == 0:
+        compilation.relieve()
 
 
 @pytest.fixture(scope="session")

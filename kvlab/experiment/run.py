@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import kvlab
-from kvlab import memory
+from kvlab import compilation, memory
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import causes, compare, config, reads, report, store
@@ -117,6 +117,7 @@ class Group:
             arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
             each.write(index, rows, arrays, made.timing)
             self.done(each.cell.label)
+            compilation.relieve()
 
     def _full(self, index: int, batch: Batch, prompt: Prefilled) -> list[bool]:
         """Which samples the full fp32 cache gets right: as a cell of the group has it, or else decoded for this."""

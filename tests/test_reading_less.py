@@ -230,10 +230,9 @@ def test_overrides_of_a_part_reach_the_policies_whose_part_has_the_option():
     assert [c.policy.get("selection", {}).get("gate") for c in cells] == [None, None, "other"]
 
 
-def test_a_gate_that_changes_is_another_file(tmp_path, monkeypatch):
+def test_a_gate_that_changes_is_another_file(tmp_path):
     path = tmp_path / "gate.safetensors"
-    monkeypatch.setattr(config.gates, "find", lambda name: path)
-    cell = config.Cell({}, TASK, {"selection": {"name": "hysparse", "gate": "some"}})
+    cell = config.Cell({}, TASK, {"selection": {"name": "hysparse", "gate": str(path)}})
     path.write_bytes(b"a")
     before = runner.files_digest(cell)
     path.write_bytes(b"b")

@@ -352,7 +352,7 @@ def test_top_p_reads_the_fewest_that_cover_it():
     def run(policy, cache, query, now):
         nonlocal traces
         traces += 1
-        visible = memory.visible(policy, cache)
+        visible = memory.positions(policy, cache) >= 0
         logits = lambda: jnp.einsum("bhqd,bhnpd->bhqnp", query, policy.layout.slice(cache.memory, 0, 5)["k"]["x"])
         picked = policy.selection.select((), query, visible, cache, Around(None, logits))
         return picked, policy.attend(cache, query, now, SPEC), logits()

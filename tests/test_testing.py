@@ -28,7 +28,7 @@ def s():
     return contract._sequence(contract.SHAPE)
 
 
-@pytest.mark.parametrize("kept", [EveryThird(size=96), Fp8()], ids=str)
+@pytest.mark.parametrize("kept", [EveryThird(size=96), pytest.param(Fp8(), marks=pytest.mark.slow)], ids=str)
 def test_a_sound_part_passes(kept):
     report = check(kept)
     assert report.products + len(report.refused) == (27 if isinstance(kept, Retention) else 36)

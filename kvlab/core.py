@@ -53,6 +53,10 @@ class Visibility(NamedTuple):
     sinks: Any = 0
     window: Any = None
 
+    def by_head(self, place: Callable) -> "Visibility":
+        """The same with `place` of each figure that differs by head, `[H]`."""
+        return Visibility(*(place(x) if getattr(x, "ndim", 0) else x for x in self))
+
     def mask(self, pos, now):
         return True if self.window is None else (pos < self.sinks) | (pos > now - self.window)
 
@@ -225,6 +229,14 @@ class Layout:
     def forget(self, memory, held_BHN):
         """The same memory once only the pages `held` are needed."""
         return memory
+
+    def used(self, memory, index):
+        """With `shares`: how many places the named rows need for what they hold."""
+        raise NotImplementedError
+
+    def free(self, memory):
+        """With `shares`: how many places nobody has."""
+        raise NotImplementedError
 
     def slice(self, memory, start, pages: int):
         """Canonical codes of consecutive pages."""

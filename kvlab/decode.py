@@ -114,9 +114,8 @@ class Engine:
         `options` are those of `start` after `new_tokens`, without `rows`.
         """
         policies, sizes, limit = self._plan(prompts, policy, new_tokens)
-        whole = REPLAYED.union(OF_PROMPTS)
-        asked = {name for p in policies if not p.retention.observes for name in p.retention.needs}
-        if early := (needs(policies) & REPLAYED) | (asked & whole):
+        unseen = {name for p in policies if not p.retention.observes for name in p.retention.needs}
+        if early := (needs(policies) & REPLAYED) | unseen.intersection(OF_PROMPTS):
             raise ConfigError(
                 f"the policy needs {sorted(early)}, which takes the whole prompt at once; write engine.prefill, not stream"
             )

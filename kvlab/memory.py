@@ -144,8 +144,7 @@ def _head_dim(cache: Cache, policy: Policy) -> int:
 def positions(policy: Policy, cache: Cache):
     """Positions of the tokens that a query at the newest position would see, `[B, H, N, P]`, EMPTY elsewhere."""
     pos = slots.of(cache).apart(cache.pos, cache, EMPTY)
-    rule = policy.retention.visibility()
-    rule = type(rule)(*(x.reshape(-1, 1, 1) if getattr(x, "ndim", 0) else x for x in rule))  # a figure for each head
+    rule = policy.retention.visibility().by_head(lambda x: x.reshape(-1, 1, 1))
     return jnp.where(rule.mask(pos, pos.max((1, 2, 3), keepdims=True)), pos, EMPTY)
 
 

@@ -12,6 +12,7 @@
 Everything is taken block by block, so nothing of size T × T is ever held.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ SKIP = 4  # first tokens: their queries are unlike all others
 
 
 class Pass(NamedTuple):
-    """One layer's pass over tokens, with whatever axes T a prompt has; `pos` is EMPTY in pads."""
+    """One layer's pass over a prompt's tokens, or over one token of each row."""
 
     hidden: Any  # [B, T, E] or [B, E]
     value: Any  # [B, (T,) H, D]
@@ -38,7 +39,7 @@ class Pass(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a prompt's pass has besides: rotated queries and keys, their positions and rotary frequencies."""
+    """What a prompt's pass has besides: rotated queries and keys, their positions (EMPTY in pads) and rotary frequencies."""
 
     query_BTHGD: Any
     key_BHTD: Any
@@ -59,11 +60,12 @@ def of_tokens(at: Pass, names) -> dict[str, Any]:
 
 def of_prompt(at: Prompt, names) -> dict[str, Any]:
     """What only a prompt has."""
+    moments = functools.cache(lambda: _moments(at))
     made = {
         "attention": lambda: attention.columns(at.query_BTHGD, at.key_BHTD, at.pos_BT, at.spec),
         "queries": lambda: _last_queries(at),
-        "query_mean": lambda: _moments(at)[0],
-        "query_cov": lambda: _moments(at)[1],
+        "query_mean": lambda: moments()[0],
+        "query_cov": lambda: moments()[1],
     }
     return {name: made[name]() for name in sorted(names) if name in made}
 

@@ -189,7 +189,7 @@ class Policy:
         held = (pos >= 0).any(-1)
         if not self.tailed:
             return held
-        waits = (jnp.arange(held.shape[2])[:, None] == waiting[:, :, None]).any(-1)
+        waits = reading.in_tail(waiting, jnp.arange(held.shape[2]))
         return held & ~(waits.any(1, keepdims=True) if self.slots.pooled else waits)
 
     def _encode(self, key, value, pos):
@@ -287,7 +287,7 @@ class Policy:
         priority = jnp.broadcast_to(priority, pos.shape).astype(jnp.float32)
         if self.unit > 1:
             priority = self._pool(priority.reshape(cache.pos.shape), cache.pos)
-            may = self.slots.owned(cache) & ~reading.in_tail(cache, jnp.arange(cache.pos.shape[2]))
+            may = self.slots.owned(cache) & ~reading.in_tail(cache.waiting, jnp.arange(cache.pos.shape[2]))
             pos = cache.pos.max(-1)
         else:
             priority = jnp.where(pos >= 0, priority, -jnp.inf)

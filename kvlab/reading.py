@@ -101,7 +101,7 @@ def _sight(policy, spec: AttentionSpec, now_BM):
 
     def sees(pos_BHNP, owner=None):
         of_head = lambda x: x.reshape(1, -1, 1, 1, 1) if owner is None else x[owner][:, None, None, :, None]
-        mine = type(rule)(*(of_head(x) if getattr(x, "ndim", 0) else x for x in rule))
+        mine = rule.by_head(of_head)
         pos = pos_BHNP[:, :, None]
         return spec.sees(pos, now) & mine.mask(pos, now)
 
@@ -112,9 +112,9 @@ def _nothing(query) -> Partial:
     return attention.nothing(*query.shape)
 
 
-def in_tail(cache: Cache, number):
+def in_tail(waiting_BHW, number):
     """Which of the pages `number [N]` wait in the tail, `[B, H, N]`."""
-    return (number[:, None] == cache.waiting[:, :, None]).any(-1)
+    return (number[:, None] == waiting_BHW[:, :, None]).any(-1)
 
 
 def pooled(policy, cache: Cache, query, sees, spec):
@@ -132,7 +132,7 @@ def pooled(policy, cache: Cache, query, sees, spec):
         mine = of[:, None] == jnp.arange(H)[:, None]
         reads = reads + jnp.where(mine, ok[:, :, -1].sum(-1), 0).sum(-1, dtype=jnp.int32)
         if policy.tailed:
-            ok = ok & ~in_tail(cache, number).any(1)[:, None, None, :, None]
+            ok = ok & ~in_tail(cache.waiting, number).any(1)[:, None, None, :, None]
         code = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), policy.layout.slice(cache.memory, start, block))
         mixed = jnp.take_along_axis(query, of[..., None, None], 1)
         new = _coded(policy, mixed, code, jnp.swapaxes(ok, 1, 3), spec, jnp.swapaxes(pos, 1, 2))
@@ -179,7 +179,7 @@ def _blocks(policy, cache: Cache, query, sees, spec, in_one: bool):
         ok = sees(pos) & (number >= floor)[:, None]
         reads = ok[:, :, -1].sum((-1, -2), dtype=jnp.int32)
         if policy.tailed:
-            ok = ok & ~in_tail(cache, number)[:, :, None, :, None]
+            ok = ok & ~in_tail(cache.waiting, number)[:, :, None, :, None]
         return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec, pos, by_page), reads
 
     def step(i, carry):
@@ -233,7 +233,7 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
     view = visible_BHNP.reshape(B, H, -1, 1) if single else visible_BHNP
     stored, tail_ok = visible_BHNP, jnp.ones((), bool)
     if policy.tailed:
-        stored = visible_BHNP & ~in_tail(cache, jnp.arange(N))[..., None]
+        stored = visible_BHNP & ~in_tail(cache.waiting, jnp.arange(N))[..., None]
         own = cache.waiting[..., None]
         if single:
             own = jnp.where(own < 0, EMPTY, own * PAGE + jnp.arange(PAGE))

@@ -72,11 +72,9 @@ class Paged(Layout):
         return {**memory, "table": jnp.where(held_BHN, memory["table"], EMPTY)}
 
     def used(self, memory, index):
-        """How many places the named rows need for what they hold."""
         return _used(memory["table"][index], len(memory["v"]["x"])).sum()
 
     def free(self, memory):
-        """How many places nobody has."""
         return (~_used(memory["table"], len(memory["v"]["x"]))).sum()
 
     def _named(self, memory, place_BHR):

@@ -230,8 +230,7 @@ def _dense(policy: Policy, s: Sequence, life: Life, step: int, row: int, head: i
     at, own = _slots(policy, life, row, head)
     pages, waiting = life.seen["pos"][step, row, at], life.seen["waiting"][step, row, head]
     read = _named(life, step, row, head, pages)
-    now, rule = int(s.lengths[row]) + step, policy.retention.visibility()
-    sinks, window = (np.asarray(x)[head] if getattr(x, "ndim", 0) else x for x in rule)
+    now, rule = int(s.lengths[row]) + step, policy.retention.visibility().by_head(lambda x: np.asarray(x)[head])
     keys: list[np.ndarray] = []
     values: list[np.ndarray] = []
     ok: list[np.ndarray] = []
@@ -240,7 +239,7 @@ def _dense(policy: Policy, s: Sequence, life: Life, step: int, row: int, head: i
         rows = [np.where((pos >= 0)[:, None], x[row, head, np.maximum(pos, 0)], 0).astype(np.float32) for x in (s.key, s.value)]
         if not (policy.tailed and n in waiting):
             rows = [made.through(codec, x, pos) for codec, x in zip((policy.codec.keys, policy.codec.values), rows)]
-        sees = np.asarray(s.spec.sees(pos, now)) & np.asarray(type(rule)(sinks, window).mask(pos, now))
+        sees = np.asarray(s.spec.sees(pos, now)) & np.asarray(rule.mask(pos, now))
         for found, each in ((keys, rows[0]), (values, rows[1]), (ok, sees & read[n])):
             found.append(each)
     key, value, seen = np.concatenate(keys), np.concatenate(values), np.concatenate(ok)

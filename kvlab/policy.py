@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvlab import needs, reading, renewal
+from kvlab import needs, ranking, reading, writing
 from kvlab.attention import AttentionSpec
 from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
 from kvlab.errors import ConfigError, RefusedPolicy
@@ -139,8 +139,7 @@ class Policy:
         """
         B, H, T, _ = record.key_BHTD.shape
         N = -(-budget // PAGE)
-        seen = self._seen(record, budget)
-        score, keep, quota = self._keep(record, budget)
+        score, keep, quota = ranking.keep(self, record, budget)
         most = H * N + 2 * H if pages is None else pages
         source, bounds = self.slots.sources(keep, most if self.slots.pooled else N, quota)
 
@@ -154,11 +153,12 @@ class Policy:
         pos_BHT = jnp.broadcast_to(record.pos_BT[:, None], (B, H, T)).astype(jnp.int32)
         pos = jnp.where(source >= 0, gather(pos_BHT), EMPTY)
         count = keep.sum(-1, dtype=jnp.int32)
-        waiting, offset = self._waiting(count, bounds[:, :-1, None] if self.slots.pooled else 0)
+        waiting, offset = writing.waiting(self, count, bounds[:, :-1, None] if self.slots.pooled else 0)
         tail = tuple(self.slots.pages(x, waiting) for x in (key, value)) if self.tailed else ()
-        memory = self.layout.pack(self._encode(key, value, pos), self._held(pos, waiting))
+        memory = self.layout.pack(writing.encode(self, key, value, pos), writing.held(self, pos, waiting))
         kept, carried = (), {}
         if self.retention.renews:
+            seen = ranking.seen(self, record, budget)
             carried = {name: seen[name] for name in needs.CARRIED & seen.keys()}
         else:
             kept = jax.tree.map(gather, score)
@@ -171,65 +171,7 @@ class Policy:
 
     def pages(self, record: Record, budget: int) -> jax.Array:
         """Pages that all heads of each row need together, `[B]`; for `fill` where heads get unequal budgets."""
-        return self._keep(record, budget)[2].sum(-1)
-
-    def _seen(self, record: Record, budget: int) -> dict[str, Any]:
-        seen = {"budget": budget, **record.seen}
-        return {name: seen[name] for name in self.retention.needs}
-
-    def _waiting(self, count_BH, first):
-        """The pages in the tail of a cache that holds `count` tokens in order, and how many tokens the open one has."""
-        last, offset = (count_BH - 1) // PAGE, (count_BH - 1) % PAGE + 1
-        open_ = jnp.where(offset < PAGE, last, last + 1)
-        number = open_[..., None] + jnp.arange(1 - self.waits, 1)
-        return jnp.where((number >= 0) & (number <= last[..., None]), number + first, EMPTY).astype(jnp.int32), offset
-
-    def _held(self, pos, waiting):
-        """Pages whose codes are needed, `[B, H, N]`: they hold something that does not wait in the tail."""
-        held = (pos >= 0).any(-1)
-        if not self.tailed:
-            return held
-        waits = reading.in_tail(waiting, jnp.arange(held.shape[2]))
-        return held & ~(waits.any(1, keepdims=True) if self.slots.pooled else waits)
-
-    def _encode(self, key, value, pos):
-        return {"k": self.codec.keys.encode(key, pos), "v": self.codec.values.encode(value, pos)}
-
-    def _keep(self, record: Record, budget: int):
-        """The retention's state, which tokens stay `[B, H, T]`, and the pages that each head is given, `[B, H]`."""
-        B, H, T, _ = record.key_BHTD.shape
-        seen = self._seen(record, budget)
-        score = self.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **seen)
-        pos = jnp.broadcast_to(record.pos_BT[:, None], (B, H, T))
-        now = record.pos_BT.max(-1)[:, None, None]
-        priority = jnp.broadcast_to(self.retention.priority(score, pos, now), pos.shape).astype(jnp.float32)
-        priority = jnp.where(pos >= 0, priority, -jnp.inf)
-        most = self.retention.shares(priority, pos, budget)[..., None] if self.retention.uneven else budget
-        if self.unit > 1 and self.retention.aligned:
-            page = self._pool(priority.reshape(B, H, -1, PAGE), pos.reshape(B, H, -1, PAGE))
-            page = jnp.where(jnp.arange(T // PAGE) == now // PAGE, jnp.inf, page)  # the page still open stays
-            rank = self._rank(page, pos.reshape(B, H, -1, PAGE).max(-1))
-            keep = (rank < most // PAGE) & (page > -jnp.inf)
-            keep = jnp.repeat(keep, PAGE, -1) & (pos >= 0)
-        else:
-            keep = (self._rank(priority, pos) < most) & (priority > -jnp.inf)
-        least = 1 + self.waits if self.retention.evicts else 1  # so that a full page can go before the open one must
-        quota = jnp.maximum(-(-jnp.broadcast_to(most, (B, H, 1))[..., 0] // PAGE), least)
-        return score, keep, quota.astype(jnp.int32)
-
-    @staticmethod
-    def _rank(priority, pos):
-        """Rank of each entry, 0 for the highest priority; among equals the newest is first."""
-        order = jnp.lexsort((pos, priority), axis=-1)[..., ::-1]
-        return jnp.argsort(order, -1)
-
-    def _pool(self, priority_BHNP, pos_BHNP):
-        """Priorities of pages from those of their tokens; an empty page has −inf."""
-        live = pos_BHNP >= 0
-        if self.retention.pool == "max":
-            return jnp.where(live, priority_BHNP, -jnp.inf).max(-1)
-        total, count = jnp.where(live, priority_BHNP, 0.0).sum(-1), live.sum(-1)
-        return jnp.where(count > 0, total / jnp.maximum(count, 1), -jnp.inf)
+        return ranking.keep(self, record, budget)[2].sum(-1)
 
     # ----------------------------------------------------------------------------------------------------- appending
 
@@ -241,14 +183,14 @@ class Policy:
         """
         N = cache.pos.shape[2]
         live = jnp.ones(cache.opened.shape, bool) if live_B is None else jnp.broadcast_to(live_B[:, None], cache.opened.shape)
-        page, offset, fresh, evicts = self._place(cache, pos_B, live)
+        page, offset, fresh, evicts = writing.place(self, cache, pos_B, live)
         page = jnp.where(live, page, N)  # out of range: dropped
         row, head = self._index(page)
         cleared = jnp.where(fresh & (self.unit > 1), page, N)
         alone = fresh if self.unit > 1 else (cache.pos[row, head, jnp.minimum(page, N - 1)] < 0).all(-1)
         pos = cache.pos.at[row, head, cleared].set(EMPTY, mode="drop")
         pos = pos.at[row, head, page, offset].set(jnp.broadcast_to(pos_B[:, None], page.shape), mode="drop")
-        waiting, tail, memory = self._store(cache, page, offset, key_BHD, value_BHD, pos, pos_B)
+        waiting, tail, memory = writing.store(self, cache, page, offset, key_BHD, value_BHD, pos, pos_B)
         retained = cache.retained
         if not self.retention.renews:
             given = {"budget": cache.budget, **{name: x[:, :, None] for name, x in (seen or {}).items()}}
@@ -267,68 +209,10 @@ class Policy:
             cache.bounds, cache.budget,
         )  # fmt: skip
 
-    def _place(self, cache: Cache, pos_B, live):
-        """Page and offset for the next token, whether it opens a new unit, and whether another one goes for it."""
-        fresh = live & (cache.offset == PAGE) if self.unit > 1 else live
-        unit, evicts = cache.opened + self.slots.first(cache), jnp.zeros_like(fresh)
-        if self.retention.evicts:
-            evicts = fresh & (cache.opened >= self.slots.quota(cache, self.unit))
-            unit = lax.cond(evicts.any(), lambda: jnp.where(evicts, self._victim(cache, pos_B), unit), lambda: unit)
-        if self.unit > 1:
-            return jnp.where(fresh, unit, cache.waiting[..., -1]), jnp.where(fresh, 0, cache.offset), fresh, evicts
-        return unit // PAGE, unit % PAGE, fresh, evicts
-
-    def _victim(self, cache: Cache, pos_B):
-        """The unit of lowest priority among a head's own; among equals the oldest."""
-        flat = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])
-        pos = flat(cache.pos)
-        state = renewal.state(self, cache) if self.retention.renews else jax.tree.map(flat, cache.retained)
-        priority = self.retention.priority(state, pos, pos_B[:, None, None])
-        priority = jnp.broadcast_to(priority, pos.shape).astype(jnp.float32)
-        if self.unit > 1:
-            priority = self._pool(priority.reshape(cache.pos.shape), cache.pos)
-            may = self.slots.owned(cache) & ~reading.in_tail(cache.waiting, jnp.arange(cache.pos.shape[2]))
-            pos = cache.pos.max(-1)
-        else:
-            priority = jnp.where(pos >= 0, priority, -jnp.inf)
-            may = jnp.arange(pos.shape[-1]) < cache.budget
-        lowest = may & (priority == jnp.where(may, priority, jnp.inf).min(-1, keepdims=True))
-        return jnp.argmin(jnp.where(lowest, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
-
     def _index(self, page_BH):
         """Where pages lie: indices along the first two axes of a cache's leaves."""
         row, head = jnp.indices(page_BH.shape, sparse=True)
         return row, self.slots.head(head)
-
-    def _store(self, cache: Cache, page, offset, key_BHD, value_BHD, pos_BHNP, pos_B):
-        """The new token's codes: into memory at once, or into the tail. Returns the waiting pages, the tail, the memory.
-
-        When a page is full, the oldest in the tail is committed, and the others make room for the next.
-        """
-        N, last = cache.pos.shape[2], self.waits - 1
-        used = page < N
-        full, waiting = used & (offset == PAGE - 1), cache.waiting
-        if self.unit > 1:
-            waiting = waiting.at[..., last].set(jnp.where(used, page, waiting[..., last]))
-        if not self.tailed:
-            pos = jnp.broadcast_to(pos_B[:, None, None, None], (*page.shape, 1, 1))
-            code = self._encode(key_BHD[:, :, None, None], value_BHD[:, :, None, None], pos)
-            waiting = jnp.where(full[..., None], EMPTY, waiting)
-            return waiting, (), self.slots.write(self.layout, cache.memory, page, offset, code)
-        at = (*jnp.indices(page.shape, sparse=True), last, jnp.where(used, offset, PAGE))
-        tail = tuple(x.at[at].set(y, mode="drop") for x, y in zip(cache.tail, (key_BHD, value_BHD)))
-
-        def commit(waiting, tail, memory):
-            page = waiting[..., 0]
-            pos = self.slots.pages(pos_BHNP, page[..., None])
-            key, value = (jnp.where((pos >= 0)[..., None], x[:, :, :1], 0.0) for x in tail)  # a page may have been cut midway
-            code = self._encode(key, value, pos)
-            memory = self.slots.write(self.layout, memory, jnp.where(full & (page >= 0), page, N), None, code)
-            moved = jnp.concatenate([waiting[..., 1:], jnp.full_like(page, EMPTY)[..., None]], -1)
-            shift = lambda x: jnp.where(full[..., None, None, None], jnp.roll(x, -1, 2), x) if last else x
-            return jnp.where(full[..., None], moved, waiting), tuple(map(shift, tail)), memory
-
-        return lax.cond(full.any(), commit, lambda *same: same, waiting, tail, cache.memory)
 
     # ----------------------------------------------------------------------------------------------------- attending
 
@@ -394,7 +278,7 @@ class Policy:
         waiting = jnp.where(left > 0, cache.waiting, EMPTY)
         offset = jnp.where(waiting[..., -1] >= 0, left[..., -1], PAGE)
         opened = self.slots.by_head(cache, (held > 0).astype(jnp.int32))
-        memory = self.layout.forget(cache.memory, self._held(pos, waiting))
+        memory = self.layout.forget(cache.memory, writing.held(self, pos, waiting))
         return dataclasses.replace(cache, pos=pos, opened=opened, waiting=waiting, offset=offset, memory=memory)
 
     def room(self, cache: Cache):

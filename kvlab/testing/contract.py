@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvlab import memory, reading
+from kvlab import memory, ranking, reading
 from kvlab.codec import Int8, Raw
 from kvlab.core import PAGE, Cache, Codec, Layout, Retention, Selection, Tokens
 from kvlab.errors import ConfigError, KvlabError, RefusedPolicy
@@ -340,7 +340,9 @@ def _priorities(policy: Policy, s: Sequence, budget: int) -> np.ndarray:
     """What the retention says of a prompt's tokens, `[B, H, T]`."""
     record = s.prompt(policy.retention.needs)
     pos = jnp.broadcast_to(record.pos_BT[:, None], record.key_BHTD.shape[:3])
-    score = policy.retention.score(record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **policy._seen(record, budget))
+    score = policy.retention.score(
+        record.key_BHTD, record.value_BHTD, record.pos_BT[:, None], **ranking.seen(policy, record, budget)
+    )
     priority = policy.retention.priority(score, pos, record.pos_BT.max(-1)[:, None, None])
     return np.asarray(jnp.broadcast_to(priority, pos.shape).astype(jnp.float32))
 

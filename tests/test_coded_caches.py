@@ -52,7 +52,7 @@ def test_what_is_picked_equals_the_dense_oracle(codec, selection, layout):
 
 def held(policy, cache, pages):
     """Codes of the first pages of a cache."""
-    return jax.tree.map(np.asarray, policy.layout.slice(cache.memory, 0, pages))
+    return jax.tree.map(np.asarray, tools.codes(policy, cache, pages))
 
 
 def same(got, want):
@@ -69,9 +69,9 @@ def test_stored_codes_never_change(codec, layout):
     first, last, _ = tools.run(policy, s, 256)
     one, two = held(policy, first, 1), held(policy, last, 2)
     same(held(policy, last, 1), one)
-    cut = policy.truncate(last, jnp.asarray([130, 129]))
+    cut = tools.truncate(policy, last, jnp.asarray([130, 129]))
     same(held(policy, cut, 2), two)
-    forked = policy.rows(cut, jnp.asarray([1, 0, 1]))
+    forked = tools.rows(policy, cut, jnp.asarray([1, 0, 1]))
     same(held(policy, forked, 2), jax.tree.map(lambda x: x[[1, 0, 1]], two))
     key, value = (x[:, jnp.asarray([1, 0, 1])] for x in tools.appended(s))
     later = tools.append(policy, forked, key, value, jnp.asarray([129, 130, 129]) + jnp.arange(40)[:, None])
@@ -104,7 +104,7 @@ def test_kivi_through_a_caches_life():
         exact, now = seen["pos"][step, b, h][pages[pages >= 0]], s.lengths[b] + step
         assert np.isin(np.arange(max(now - 127, 0), now + 1), exact).all()
     rows, cut = [1, 0, 1], np.array([280, 310, 280], np.int32)
-    cache = policy.rows(policy.truncate(last, jnp.asarray([310, 280])), jnp.asarray(rows))
+    cache = tools.rows(policy, tools.truncate(policy, last, jnp.asarray([310, 280])), jnp.asarray(rows))
     rng = np.random.default_rng(1)
     fresh = lambda x: np.concatenate([x[rows][:, :, :280], rng.standard_normal((3, *x[:, :, 280:].shape[1:]), np.float32)], 2)
     old_key, old_value, key, value = s.key[rows], s.value[rows], fresh(s.key), fresh(s.value)

@@ -8,6 +8,7 @@ from kvlab import memory
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import PAGE
 from kvlab.layout import Contiguous
+from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from kvlab.selection import ReadAll
@@ -70,7 +71,7 @@ def test_one_trace_for_sixty_four_steps():
     jitted, key = jax.jit(step), tools.appended(s)[0]
     for _ in range(2):
         policy = tools.make("window", "int8_channel", "contiguous", "read_all")
-        cache = policy.fill(s.record, policy.budget(150, 214))
+        cache = fill(policy, s.record, policy.budget(150, 214))
         for i in range(64):
             cache = jitted(policy, cache, key[i], s.query[i], s.lengths + i)
     assert traces == 1

@@ -9,6 +9,7 @@ from kvlab.codec import Int8, Raw
 from kvlab.decode import Engine, bucket
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.layout import Contiguous
+from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Window
 from kvlab.selection import ReadAll
@@ -108,9 +109,9 @@ def test_overflow_is_refused_before_anything_is_lost(engine):
 def test_an_append_past_the_capacity_changes_nothing():
     """CASES 19, on the device: even without the host's check the last slot is not overwritten."""
     s = tools.sequence(lengths=(64, 64), bucket=64, steps=1)
-    cache = FULL.fill(s.record, 64)
+    cache = fill(FULL, s.record, 64)
     key, value = tools.appended(s)
-    after = FULL.append(cache, key[0], value[0], s.lengths)
+    after = jax.jit(FULL.append)(cache, key[0], value[0], s.lengths)
     jax.tree.map(np.testing.assert_array_equal, (cache.pos, cache.memory), (after.pos, after.memory))
 
 

@@ -13,6 +13,7 @@ from kvlab.core import PAGE
 from kvlab.decode import Engine, budgets, needs, per_layer
 from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.layout import Contiguous, PageMajor
+from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import H2O, TOVA, ObservedAttention, Protect, PyramidKV, SnapKV
 from kvlab.selection import ReadAll
@@ -201,7 +202,7 @@ def test_a_prompt_shorter_than_the_window_keeps_what_fits():
     s = tools.sequence(lengths=(90, 20), bucket=128, steps=0)
     for size, want in ((32, set(range(20))), (12, set(range(8, 20)))):
         policy = plain(SnapKV(size=size))
-        pos = np.asarray(policy.fill(s.prompt(policy.retention.needs), size).pos)
+        pos = np.asarray(fill(policy, s.prompt(policy.retention.needs), size).pos)
         assert held(pos[1, 0]) == held(pos[1, 1]) == want
         assert held(pos[0, 0]) == set(range(90 - size, 90))  # all of it window
 

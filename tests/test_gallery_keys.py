@@ -18,6 +18,7 @@ from kvlab.errors import ConfigError
 from kvlab.experiment import run as runner
 from kvlab.experiment.config import Cell
 from kvlab.layout import Contiguous, PageMajor
+from kvlab.loop import fill
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.retention import (
@@ -201,7 +202,7 @@ def test_keeps_what_loops_keep(name, s):
 
 def filled(retention, s, budget, **changes):
     policy = Policy(retention, Raw(), Contiguous(), ReadAll())
-    return np.asarray(policy.fill(dataclasses.replace(s.record, **changes), budget).pos)
+    return np.asarray(fill(policy, dataclasses.replace(s.record, **changes), budget).pos)
 
 
 def test_lagkv_keeps_the_newest_of_a_short_prompt(s):
@@ -244,7 +245,7 @@ def test_chunks_of_a_rule_that_knows_only_large_numbers(s):
 def test_random_draws_know_no_batch(s):
     both = filled(Random(size=64, seed=1), s, 64)
     alone = Record(s.record.key_BHTD[1:], s.record.value_BHTD[1:], s.record.pos_BT[1:])
-    only = np.asarray(Policy(Random(size=64, seed=1), Raw(), Contiguous(), ReadAll()).fill(alone, 64).pos)
+    only = np.asarray(fill(Policy(Random(size=64, seed=1), Raw(), Contiguous(), ReadAll()), alone, 64).pos)
     np.testing.assert_array_equal(both[1], only[0])
     assert kept(both[0, 0]) != kept(both[0, 1]) and kept(filled(Random(size=64, seed=2), s, 64)[0, 0]) != kept(both[0, 0])
 

@@ -1,9 +1,13 @@
 """Importance: the teacher against dense numpy, learned scores against a naive evaluation, training that learns."""
 
 import dataclasses
+import json
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,7 +20,9 @@ from kvlab.errors import CapacityError, ConfigError
 from kvlab.gates import GateConfig, ImportanceConfig, ImportanceGate
 from kvlab.gates.store import with_values
 from kvlab.layout import Contiguous
+from kvlab.loop import fill
 from kvlab.models import load
+from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
 from kvlab.plan import Dims
 from kvlab.policy import Policy
@@ -179,7 +185,7 @@ def test_what_stays_is_what_a_naive_evaluation_scores_highest(sizes):
     gate = random_gate(dataclasses.replace(SHAPE, **sizes))
     hidden, record, later = hidden_states(s)
     rule = policy(Gated(size=64, layer=gate.layer(1)))
-    cache = rule.fill(record, rule.budget(150, 210))
+    cache = fill(rule, record, rule.budget(150, 210))
     key, value = tools.appended(s)
     _, pos = append_all(rule, cache, key, value, later, s.lengths + np.arange(60)[:, None])
     for b in range(2):
@@ -199,7 +205,7 @@ def test_pages_go_by_the_pooled_score_of_their_tokens(pool):
     s = tools.sequence(lengths=(180, 150), steps=140, D=16)
     gate, (hidden, record, later) = random_gate(), hidden_states(s)
     rule = policy(Gated(size=128, layer=gate.layer(0), pool=pool), Int8("channel"))
-    cache = rule.fill(record, rule.budget(180, 320))
+    cache = fill(rule, record, rule.budget(180, 320))
     key, value = tools.appended(s)
     _, pos = append_all(rule, cache, key, value, later, s.lengths + np.arange(140)[:, None])
     pooled = max if pool == "max" else lambda x: sum(x) / len(x)
@@ -523,3 +529,27 @@ def test_a_file_gives_a_gate_that_evicts(tmp_path):
 def test_wrong_files_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         evict.train({**EVICTION, **changes}, out=tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------- the gate that ships
+
+
+def test_the_gate_that_ships_is_what_its_file_says():
+    """Its training is the experiment's; half precision, so it stays small; it fits the model it was trained for."""
+    name, experiments = "smollm2-135m-evict", Path(__file__).parent.parent / "experiments"
+    folder, training = gates.find(name).parent, evict.read(experiments / "train_evict_smollm2.toml")[1]
+    assert tomllib.loads((folder / f"{name}.toml").read_text()) == msgspec.json.decode(msgspec.json.encode(training))
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    assert len(lines) == training.options.epochs and max(line["overlap"] for line in lines) > 0.75
+    assert gates.find(name).stat().st_size < 2.5e6 and gates.store.origin(name)["model"] == training.model
+    shape = ModelConfig(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=64, context=8192)
+    assert Gated(gate=name, ratio=0.5).at(29, shape).layer.linear_EH.shape == (576, 3)
+
+
+def test_half_precision_changes_no_more_than_its_last_bits(tmp_path):
+    gate = random_gate()
+    gates.save(gate, tmp_path / "half.safetensors", dtype="float16")
+    back = gates.load(str(tmp_path / "half.safetensors")).values()
+    for name, x in gate.values().items():
+        assert back[name].dtype == jnp.float32
+        np.testing.assert_allclose(back[name], x, rtol=2**-11, atol=1e-7)

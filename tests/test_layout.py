@@ -26,9 +26,10 @@ HELD = tools.CODECS | NARROW
 everywhere = pytest.mark.parametrize("layout", tools.LAYOUTS.values(), ids=tools.LAYOUTS)
 
 
+@functools.cache
 def codes(codec, seed=0, pages=N, slots=PAGE):
-    key, value = (jax.random.normal(jax.random.key(2 * seed + i), (B, H, pages, slots, D)) for i in (0, 1))
-    return {"k": codec.keys.encode(key), "v": codec.values.encode(value)}
+    key, value = np.random.default_rng(seed).standard_normal((2, B, H, pages, slots, D), np.float32)
+    return jax.jit(lambda k, v: {"k": codec.keys.encode(k), "v": codec.values.encode(v)})(key, value)
 
 
 def same(got, want):
@@ -46,17 +47,32 @@ def numpy(code):
 def test_what_was_packed_comes_back(layout, codec, rng):
     """All of it, a slice, named pages and named tokens, for leaves of a number per token and of one per page."""
     code = codes(codec)
-    held, want = layout.pack(code), numpy(code)
-    same(layout.slice(held, 0, N), want)
-    same(jax.jit(layout.slice, static_argnums=2)(held, 2, 2), jax.tree.map(lambda x: x[:, :, 2:4], want))
     page, slot = rng.integers(0, N, (B, H, 4)), rng.integers(0, N * PAGE, (B, H, 9))
-    same(layout.pages(held, jnp.asarray(page)), jax.tree.map(lambda x: np.take_along_axis(x, page[..., None, None], 2), want))
+
+    @jax.jit
+    def read(code, start, page, slot):
+        held = layout.pack(code)
+        tokens = layout.tokens(held, slot)
+        decode = lambda code: (codec.keys.decode(code["k"]), codec.values.decode(code["v"]))
+        both = tuple(zip(decode(code), decode(tokens)))
+        return layout.slice(held, 0, N), layout.slice(held, start, 2), layout.pages(held, page), tokens, both
+
+    everything, part, pages, tokens, decoded = read(code, 2, page, slot)
+    want = numpy(code)
+    same(everything, want)
+    same(part, jax.tree.map(lambda x: x[:, :, 2:4], want))
+    same(pages, jax.tree.map(lambda x: np.take_along_axis(x, page[..., None, None], 2), want))
     each = lambda x: np.repeat(x, PAGE // x.shape[3], 3).reshape(B, H, N * PAGE, 1, -1)
-    got = jax.jit(layout.tokens)(held, jnp.asarray(slot))
-    same(got, jax.tree.map(lambda x: np.take_along_axis(each(x), slot[..., None, None], 2), want))
-    for side, of in (("k", codec.keys), ("v", codec.values)):  # a token is what it is within its page
-        whole = np.asarray(of.decode(code[side])).reshape(B, H, N * PAGE, 1, D)
-        np.testing.assert_allclose(of.decode(got[side]), np.take_along_axis(whole, slot[..., None, None], 2), atol=1e-6)
+    same(tokens, jax.tree.map(lambda x: np.take_along_axis(each(x), slot[..., None, None], 2), want))
+    for whole, single in decoded:  # a token is what it is within its page
+        flat = np.asarray(whole).reshape(B, H, N * PAGE, 1, D)
+        np.testing.assert_allclose(single, np.take_along_axis(flat, slot[..., None, None], 2), atol=1e-6)
+
+
+def written(layout, code, page, offset, new):
+    """All canonical codes after a write."""
+    write = lambda code, *at: layout.slice(layout.write(layout.pack(code), *at), 0, N)
+    return jax.jit(write)(code, page, offset, new)
 
 
 @everywhere
@@ -66,7 +82,7 @@ def test_pages_are_written_where_they_are_named(layout, codec, rng):
     page = rng.integers(0, N, (B, H))
     page[0, 1], page[1, 2] = N, N + 3
     code, new = codes(codec), codes(codec, 1, pages=1)
-    got = layout.slice(jax.jit(layout.write)(layout.pack(code), jnp.asarray(page), None, new), 0, N)
+    got = written(layout, code, page, None, new)
     want = numpy(code)
     for b, h in np.ndindex(B, H):
         if page[b, h] < N:
@@ -82,7 +98,7 @@ def test_tokens_are_written_where_they_are_named(layout, name, rng):
     page, offset = rng.integers(0, N, (B, H)), rng.integers(0, PAGE, (B, H))
     page[0, 0], page[1, 1] = N, N + 3
     code, new = codes(codec), codes(codec, 1, pages=1, slots=1)
-    got = layout.slice(jax.jit(layout.write)(layout.pack(code), jnp.asarray(page), jnp.asarray(offset), new), 0, N)
+    got = written(layout, code, page, offset, new)
     want = numpy(code)
     for b, h in np.ndindex(B, H):
         if page[b, h] < N:
@@ -113,7 +129,7 @@ def test_layouts_read_alike(codec, selection, capacity):
 def test_exact_logits_do_not_depend_on_the_layout(layout):
     """What an oracle sees of a long cache equals products with the keys."""
     policy, s = tools.make("keep_all", "raw", layout, "read_all"), tools.sequence(lengths=(1100, 900), bucket=1152, steps=1)
-    cache = policy.fill(s.record, 1152)
+    cache = jax.jit(policy.fill, static_argnums=1)(s.record, 1152)
     query = jnp.asarray(s.query[0])
     got = jax.jit(functools.partial(reading._logits, policy, spec=AttentionSpec(1.0)))(cache, query, query)
     for b, length in enumerate((1100, 900)):
@@ -129,14 +145,16 @@ def test_what_the_benchmark_times_is_dense_attention_over_what_is_picked(kind, l
     cache = caches[layout]
     policy = select.policy(selection, layout)
     out, reads = jax.jit(select.attend)(policy, cache, query, now)
-    picked = np.asarray(selection.select(cache.index, query * select.DIM**-0.5, cache.pos >= 0, cache, None).index)
+    choose = lambda cache, query: selection.select(cache.index, query * select.DIM**-0.5, cache.pos >= 0, cache, None).index
+    picked = np.asarray(jax.jit(choose)(cache, query))
     ok = np.zeros((1, select.HEADS, 2048 // (PAGE if kind == "page" else 1)), bool)
     for h in range(select.HEADS):
         ok[0, h, picked[0, h][picked[0, h] >= 0]] = True
     ok = np.repeat(ok, 2048 // ok.shape[-1], -1)
     assert 0.45 < ok.mean() < 0.55 and (np.asarray(reads) == ok.sum(-1)).all()
     key, value = (caches["contiguous"].memory[x]["x"] for x in "kv")
-    want = attention.dense(query, jnp.swapaxes(key, 2, 3), value, jnp.asarray(ok)[:, :, None], AttentionSpec(select.DIM**-0.5))
+    dense = jax.jit(attention.dense, static_argnums=4)
+    want = dense(query, np.swapaxes(key, 2, 3), value, ok[:, :, None], AttentionSpec(select.DIM**-0.5))
     np.testing.assert_allclose(out, want, atol=1e-5)
 
 

@@ -14,6 +14,7 @@ from kvlab.attention import AttentionSpec
 from kvlab.codec import KV, NF4, Fp8, Int2, Int4, Int8, Kivi, Outliers, Raw
 from kvlab.core import Record
 from kvlab.layout import Contiguous
+from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import ReadAll
@@ -90,7 +91,7 @@ def test_three_figures():
     """CASES 30: what was asked for, what is live, what is there."""
     s = tools.sequence(lengths=(128, 128), steps=1, bucket=128)
     policy = Policy(Window(28, 4), Int8(), Contiguous(), ReadAll())
-    cache = policy.fill(s.record, policy.budget(128, 128))
+    cache = fill(policy, s.record, policy.budget(128, 128))
     got = memory.footprint([policy], [cache], FULL, 128)
     bits = (32 + 4) / (4 * 32)
     assert got.nominal_ratio == pytest.approx(32 / 128 * bits) and got.logical_ratio == pytest.approx(32 / 128 * bits)

@@ -11,6 +11,7 @@ from kvlab.codec import Raw
 from kvlab.core import Record
 from kvlab.decode import Engine
 from kvlab.layout import Contiguous
+from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from kvlab.selection import ReadAll
@@ -54,7 +55,7 @@ def test_prefill_of_a_prompt_equals_appending_it(names):
     policy, s = tools.make(*names), tools.sequence(lengths=(150, 150), steps=20)
     _, _, whole = tools.run(policy, s)
     short = Record(s.record.key_BHTD[:, :, :64], s.record.value_BHTD[:, :, :64], s.record.pos_BT[:, :64])
-    cache = policy.fill(short, policy.budget(150, 170))
+    cache = fill(policy, short, policy.budget(150, 170))
     by_step = lambda x: jnp.asarray(np.moveaxis(x[:, :, 64:150], 2, 0))
     now = jnp.broadcast_to(jnp.arange(64, 150)[:, None], (86, 2))
     cache = tools.append(policy, cache, by_step(s.key), by_step(s.value), now)
@@ -65,7 +66,7 @@ def test_prefill_of_a_prompt_equals_appending_it(names):
 
 def test_nothing_to_read_gives_zero_and_no_gradient():
     empty = Record(jnp.zeros((1, 2, 64, 16)), jnp.zeros((1, 2, 64, 16)), jnp.full((1, 64), -1))
-    cache = FULL.fill(empty, 64)
+    cache = fill(FULL, empty, 64)
     spec, now = AttentionSpec(0.25), jnp.array([5])
 
     def output(query):

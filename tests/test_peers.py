@@ -10,6 +10,7 @@ from kvlab import parts
 from kvlab.bench import parity, presses, reasons
 from kvlab.core import Record, kept
 from kvlab.decode import Engine
+from kvlab.loop import fill
 
 METHODS = [m for m in parity.METHODS if parity.known(m)]
 
@@ -98,7 +99,7 @@ def held(table, key, value):
     """Positions that kvlab keeps of a prompt's keys and values."""
     policy, length = parts.policy({"retention": table}), key.shape[2]
     record = Record(jnp.asarray(key), jnp.asarray(value), jnp.arange(length)[None])
-    pos = np.asarray(policy.fill(record, policy.budget(length, length)).pos)
+    pos = np.asarray(fill(policy, record, policy.budget(length, length)).pos)
     return sorted(pos[pos >= 0].tolist())
 
 
@@ -151,7 +152,7 @@ def test_a_prompt_shorter_than_the_window_is_kept(case):
         presses.kept(SnapKVPress(0.5), short, False)
     prompt = Engine(case.model).prefill([case.theirs.ids[:20]], {"queries"})
     policy = parts.policy({"retention": {"name": "snapkv", "size": 20, "unit": 1}})
-    pos = np.asarray(policy.at(0, case.model.config).fill(prompt.records[0], 20).pos)
+    pos = np.asarray(fill(policy.at(0, case.model.config), prompt.records[0], 20).pos)
     assert sorted(pos[0, 0][pos[0, 0] >= 0].tolist()) == list(range(20))
 
 
@@ -167,6 +168,6 @@ def test_queries_of_a_chunk_are_rotated_at_their_own_positions(case):
     assert (alone[0] != chunked[0, :, :64]).any()
     prompt = Engine(case.model).prefill([ids[:64]], {"queries"})
     policy = parts.policy({"retention": {"name": "snapkv", "ratio": 0.5, "unit": 1, "window": 8, "kernel": 1}})
-    pos = np.asarray(policy.at(0, case.model.config).fill(prompt.records[0], 32).pos)[0]
+    pos = np.asarray(fill(policy.at(0, case.model.config), prompt.records[0], 32).pos)[0]
     for head, mask in zip(pos.reshape(len(pos), -1), alone[0]):
         assert sorted(head[head >= 0].tolist()) == np.flatnonzero(mask).tolist()

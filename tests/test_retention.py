@@ -12,6 +12,7 @@ from kvlab.core import EMPTY, PAGE, Record
 from kvlab.core import kept as kept_tokens
 from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.layout import Contiguous
+from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import ReadAll
@@ -82,9 +83,9 @@ def test_ties_keep_the_newest_in_a_prompt_and_evict_the_oldest():
     policy = Policy(tools.part(Flat)(8), Raw(), Contiguous(), ReadAll())
     zeros = jnp.zeros((1, 1, 64, 16), jnp.float32)
     record = Record(zeros, zeros, jnp.where(jnp.arange(64) < 20, jnp.arange(64), EMPTY)[None])
-    cache = policy.fill(record, 8)
+    cache = fill(policy, record, 8)
     assert kept(np.asarray(cache.pos)) == {0, 1, *range(14, 20)}
-    cache = policy.append(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([20]))
+    cache = jax.jit(policy.append)(cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([20]))
     assert kept(np.asarray(cache.pos)) == {0, 1, *range(15, 21)}
 
 
@@ -100,7 +101,7 @@ def test_refusals_name_the_ways_out():
 def test_rows_that_are_not_live_stay_as_they_were():
     s = tools.sequence()
     policy = Policy(Window(70, 4), Int8("channel"), Contiguous(), ReadAll())
-    cache = policy.fill(s.record, policy.budget(150, 290))
+    cache = fill(policy, s.record, policy.budget(150, 290))
     key, value = tools.appended(s)
     pos = jnp.asarray(s.lengths + np.arange(70)[:, None])
     after = tools.append(policy, cache, key[:70], value[:70], pos, jnp.array([True, False]))
@@ -176,7 +177,7 @@ def test_protected_tokens_lose_no_tie():
     """CASES 2: eight equal tokens, two sinks, four kept: 0 and 1 are among them; also while decoding."""
     record, zeros = flat_record(8)
     policy = Policy(Protect(Flat(4), sinks=2, recent=1), Raw(), Contiguous(), ReadAll())
-    cache = policy.fill(record, policy.budget(8, 64))
+    cache = fill(policy, record, policy.budget(8, 64))
     assert kept(np.asarray(cache.pos)) == {0, 1, 6, 7}
     for pos in range(8, 30):
         cache = append(policy, cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
@@ -186,7 +187,7 @@ def test_protected_tokens_lose_no_tie():
 def test_recent_tokens_stay_under_a_rule_that_would_drop_them():
     record, zeros = flat_record(40)
     policy = Policy(Protect(Oldest(16), sinks=0, recent=6), Raw(), Contiguous(), ReadAll())
-    cache = policy.fill(record, 16)
+    cache = fill(policy, record, 16)
     assert kept(np.asarray(cache.pos)) == {*range(10), *range(34, 40)}
     for pos in range(40, 50):
         cache = append(policy, cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
@@ -196,7 +197,7 @@ def test_recent_tokens_stay_under_a_rule_that_would_drop_them():
 def test_a_rule_that_holds_everything_dear_yields_to_protection():
     record, zeros = flat_record(64)
     policy = Policy(Protect(Window(10, 100), sinks=2, recent=4), Raw(), Contiguous(), ReadAll())
-    cache = policy.fill(record, 16)
+    cache = fill(policy, record, 16)
     for pos in range(64, 80):
         cache = append(policy, cache, zeros[:, :, 0], zeros[:, :, 0], jnp.array([pos]))
         assert {0, 1, *range(pos - 3, pos + 1)} <= kept(np.asarray(cache.pos))

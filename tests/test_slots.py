@@ -141,12 +141,12 @@ def test_a_pool_is_cut_back_and_forked():
     key, value = tools.appended(s)
     pos = jnp.asarray(s.lengths + np.arange(30)[:, None])
     longer = tools.append(policy, cache, key[:30], value[:30], pos)
-    cut = policy.truncate(longer, jnp.asarray(s.lengths))
+    cut = tools.truncate(policy, longer, jnp.asarray(s.lengths))
     attend = lambda c, rows: policy.attend(c, jnp.asarray(s.query)[0][rows], jnp.asarray(s.lengths)[rows] - 1, s.spec).out_BHQD
     both = np.array([0, 1])
     np.testing.assert_allclose(attend(cut, both), attend(cache, both), atol=1e-5)
     forked = np.array([1, 0, 1])
-    np.testing.assert_array_equal(attend(policy.rows(cut, forked), forked), attend(cut, both)[forked])
+    np.testing.assert_array_equal(attend(tools.rows(policy, cut, forked), forked), attend(cut, both)[forked])
 
 
 def test_streaming_heads_see_their_window_and_full_heads_everything(tmp_path):
@@ -202,7 +202,7 @@ def test_room_ends_where_shared_pages_do():
     forked = loop.pick_rows((policy,), (cache,), np.array([0, 0, 0]), 64)[0]
     room = np.asarray(policy.room(forked)).min()
     assert 64 <= room <= 64 + 2 * PAGE
-    cut = policy.truncate(forked, jnp.full(3, 100))
+    cut = tools.truncate(policy, forked, jnp.full(3, 100))
     assert (np.asarray(cut.memory["table"]) >= 0).sum() == 3 * HEADS * 2 and (np.asarray(cut.pos) >= 0).sum() == 900
     assert np.asarray(policy.room(cut)).min() < 420 - 100, "pages that other rows may still name are not counted twice"
 
@@ -214,9 +214,9 @@ def test_committed_pages_never_change_when_rows_part():
     forked = loop.pick_rows((policy,), (cache,), np.array([0, 0]), 140)[0]
     key, value = (x[:, np.array([0, 0])] for x in tools.appended(s))
     pos = jnp.asarray(s.lengths[[0, 0]] + np.arange(140)[:, None])
-    before = jax.tree.map(np.asarray, policy.layout.slice(forked.memory, 0, forked.pos.shape[2]))
+    before = jax.tree.map(np.asarray, tools.codes(policy, forked, forked.pos.shape[2]))
     after = tools.append(policy, forked, key, value, pos, jnp.array([True, False]))
-    codes = jax.tree.map(np.asarray, policy.layout.slice(after.memory, 0, forked.pos.shape[2]))
+    codes = jax.tree.map(np.asarray, tools.codes(policy, after, forked.pos.shape[2]))
     held = np.asarray(forked.memory["table"])[1] >= 0
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1][held], b[1][held]), before, codes)
     assert (np.asarray(after.pos)[0] != np.asarray(forked.pos)[0]).any()

@@ -147,6 +147,16 @@ def make(retention, codec, layout, selection) -> Policy:
         pytest.skip(f"refused: {error}")
 
 
+rows = jax.jit(Policy.rows, static_argnums=3)
+truncate = jax.jit(Policy.truncate)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def codes(policy: Policy, cache, pages: int):
+    """Canonical codes of a cache's first pages."""
+    return policy.layout.slice(cache.memory, 0, pages)
+
+
 def oracle(policy: Policy, s: Sequence, seen, step: int):
     """Dense attention in numpy over what the slots say they hold: codes of full pages, the open page exact."""
     rule, spec = policy.retention.visibility(), s.spec

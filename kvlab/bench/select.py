@@ -69,11 +69,11 @@ def policy(selection, layout: str, codec=None) -> Policy:
 
 def filled(length: int, selection):
     """A full cache in every layout, the queries of the newest token, and its position."""
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-    key, value = (draw(seed, 1, HEADS, length, DIM) for seed in (0, 1))
+    draw = np.random.default_rng(0).standard_normal
+    key, value = draw((2, 1, HEADS, length, DIM), np.float32)
     fill = jax.jit(lambda made, key, value: made.fill(Record(key, value, jnp.arange(length)[None]), length))
     caches = {name: jax.block_until_ready(fill(policy(selection, name), key, value)) for name in LAYOUTS}
-    return caches, draw(2, 1, HEADS, GROUPS, DIM), jnp.full(1, length - 1)
+    return caches, jnp.asarray(draw((1, HEADS, GROUPS, DIM), np.float32)), jnp.full(1, length - 1)
 
 
 def attend(made, cache, query, now):

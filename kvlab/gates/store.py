@@ -36,13 +36,17 @@ def make(kind: str, config: Any, seed: int = 0) -> Gate:
     return cls(config, seed)
 
 
-def save(gate: Gate, path: str | Path, origin: dict[str, Any] | None = None) -> None:
-    """Writes the parameters, and in the header the kind, the configuration and where they come from; whole or not at all."""
+def save(gate: Gate, path: str | Path, origin: dict[str, Any] | None = None, dtype: str = "float32") -> None:
+    """Writes the parameters, and in the header the kind, the configuration and where they come from; whole or not at all.
+
+    Args:
+      dtype: of the numbers in the file, such as "float16" for half the bytes; in use they are float32 again.
+    """
     from safetensors.numpy import save
 
     from kvlab.experiment.store import writing
 
-    arrays = {name: np.asarray(x, np.float32) for name, x in gate.values().items()}
+    arrays = {name: np.asarray(x, dtype) for name, x in gate.values().items()}
     about = {"kind": gate.kind, **dataclasses.asdict(gate.config)}
     header = {"gate": json.dumps(about, sort_keys=True), "origin": json.dumps(origin or {}, sort_keys=True)}
     with writing(Path(path)) as part:
@@ -71,7 +75,7 @@ def _load(path: str, changed: int) -> Gate:
     try:
         with safe_open(path, "np") as file:
             about = json.loads((file.metadata() or {})["gate"])
-            arrays = {key: jnp.asarray(file.get_tensor(key)) for key in file.keys()}
+            arrays = {key: jnp.asarray(file.get_tensor(key), jnp.float32) for key in file.keys()}
     except (SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"gate={path!r} is no gate that kvlab saved ({error}); train one with kvlab train") from error
     kind = about.pop("kind")

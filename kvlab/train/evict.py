@@ -91,7 +91,8 @@ def train(
         gate, log = importance.fit(shards[: -training.held_out], shards[-training.held_out :], training.options, model.config)
         for line in log:
             folder.log({"step": line["epoch"] + 1, **line})
-        gates.save(gate, folder.path / GATE, {"trained": name, "model": training.model, "digest": model.digest})
+        origin = {"trained": name, "model": training.model, "digest": model.digest}
+        gates.save(gate, folder.path / GATE, origin, "float16")  # a million numbers, of which a rank is all that is used
         best = max(log, key=lambda line: line["overlap"])
         about = {"name": name, "parameters": gate.counts(), "total": sum(gate.counts().values())}
         figures = {"overlap": best["overlap"], "spearman": best["spearman"], "seconds": round(time.perf_counter() - begin, 1)}

@@ -61,7 +61,7 @@ def room(task: Asked, tokenizer, questions: Sequence[list[int]], taken: int = 0)
     left = task.length - len(tokenizer.begin) - asked - taken
     if left < 1:
         raise ConfigError(
-            f"length={task.length} has no room for {taken + asked} tokens of what is hidden and asked, and a text around it; "
+            f"length={task.length} has no room for {taken + asked} tokens of what is hidden and asked, and for a text; "
             f"give at least {2 * (taken + asked)}, or hide less"
         )
     return left
@@ -70,7 +70,7 @@ def room(task: Asked, tokenizer, questions: Sequence[list[int]], taken: int = 0)
 def hide(
     task: Asked, tokenizer, rng, pieces: list[list[int]], questions: Sequence[list[int]], depth: float | None = None
 ) -> tuple[list[int], list[int]]:
-    """A context with the pieces in it, spread evenly or all at `depth`, and the token at which each begins. Errors: ConfigError."""
+    """A context with the pieces in it, spread or all at `depth`, and the token at which each begins. Errors: ConfigError."""
     begin = list(tokenizer.begin)
     left = room(task, tokenizer, questions, sum(map(len, pieces)))
     context, starts = source.insert(task.hay(tokenizer, rng, left)[:left], pieces, depth)

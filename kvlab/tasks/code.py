@@ -29,13 +29,18 @@ class Reference(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """A place to go on from: the context, the tokens that lead up to the place, what comes, and where its name stands."""
+    """A place to go on from: the context, the tokens that lead up to it, what comes, where its name last stands and how often."""
 
     document: str
     context: list[int]
     question: list[int]
     answer: str
     span: tuple[int, int]
+    mentions: int
+
+    @property
+    def depth(self) -> float:
+        return self.span[0] / len(self.context)
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,10 +87,11 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 
 def cursor(task: Asked, tokenizer, rng, depth: float | None, mentions: int, line: bool) -> Cursor:
-    """The first place that fits, of documents and references in an order that `rng` draws: a name that the context mentions at most
-    `mentions` times, last near `depth`. The answer is the name, or its whole line. Errors: ConfigError where no place fits.
+    """The first place that fits, of documents and references in an order that `rng` draws: a name that the context mentions at
+    most `mentions` times, last near `depth`. The answer is the name, or its whole line. Errors: ConfigError where none fits.
     """
-    texts = source.documents(task.text)  # type: ignore[attr-defined]
+    text = task.text  # type: ignore[attr-defined]
+    texts = source.documents(text)
     low, high = (0, FAR) if depth is None else (depth - NEAR, depth + NEAR)
     for i in rng.permutation(len(texts)):
         name, code = texts[i]
@@ -95,34 +101,25 @@ def cursor(task: Asked, tokenizer, rng, depth: float | None, mentions: int, line
         usable = [r for r in references(code) if r.start > width and low <= 1 - (r.start - r.before[-1]) / width <= high]
         for j in rng.permutation(len(usable))[:4]:
             found = _at(task, tokenizer, name, code, usable[j], line)
-            if (
-                found
-                and low <= found.span[0] / len(found.context) <= high
-                and _often(tokenizer, found, code, usable[j]) <= mentions
-            ):
+            if found and low <= found.depth <= high and found.mentions <= mentions:
                 return found
     raise ConfigError(
-        f"text={task.text!r} has no place that fits length={task.length}, mentions={mentions}, depth={depth}; "  # type: ignore[attr-defined]
+        f"text={text!r} has no place that fits length={task.length}, mentions={mentions}, depth={depth}; "
         'allow more mentions or another depth, or write text = "stdlib"'
     )
 
 
 def _at(task: Asked, tokenizer, document: str, code: str, at: Reference, line: bool) -> Cursor | None:
     """The cursor before a reference or its line; None where the file is too short or the context does not hold the name."""
-    cut = code.rindex("\n", 0, at.start) + 1 if line else len(code[: at.start].rstrip(" "))
+    cut = code.rfind("\n", 0, at.start) + 1 if line else len(code[: at.start].rstrip(" "))
     answer = (code[cut:] + "\n").splitlines()[0].strip() if line else code[at.start : at.end]
-    begin, tail = list(tokenizer.begin), TAIL
-    ids = tokenizer.encode(code[:cut])
-    size = task.length - len(begin) + (0 if task.known else tail)
+    begin, ids = list(tokenizer.begin), tokenizer.encode(code[:cut])
+    size = task.length - len(begin) + (0 if task.known else TAIL)
     if len(ids) < size or len(answer) < SHORTEST:
         return None
     ids = ids[len(ids) - size :]
-    context, name = begin + ids[:-tail], code[at.start : at.end]
-    if name not in tokenizer.decode(context) or name in tokenizer.decode(ids[-tail:]):
+    context, question, name = begin + ids[:-TAIL], ids[-TAIL:], code[at.start : at.end]
+    often = tokenizer.decode(context).count(name)  # as a part of other names too
+    if not often or name in tokenizer.decode(question):
         return None
-    return Cursor(document, context, ids[-tail:], answer, find(tokenizer, context, name))
-
-
-def _often(tokenizer, found: Cursor, code: str, at: Reference) -> int:
-    """How often the context has the reference's name, as a part of other names too."""
-    return tokenizer.decode(found.context).count(code[at.start : at.end])
+    return Cursor(document, context, question, answer, find(tokenizer, context, name), often)

@@ -64,7 +64,7 @@ class CommonWords(Counted):
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         rng = generator(seed, index)
-        usable = sorted(word for word in source.counts(self.text) if 4 <= len(word) <= 9 and word.isascii())
+        usable = source.vocabulary(self.text)
         words = [usable[i] for i in rng.permutation(len(usable))]
         left = room(self, tokenizer, [self.question(tokenizer, self.common)])
         counts: dict[str, int] = {}
@@ -76,7 +76,7 @@ class CommonWords(Counted):
             counts[word] = times
         if len(counts) <= self.common:
             raise ConfigError(
-                f"common_words: length={self.length} holds no more than {len(counts)} words, common={self.common} of them {self.often} "
-                "times; raise length, or lower common or often"
+                f"common_words: length={self.length} holds {len(counts)} words if {self.common} come up {self.often} times each; "
+                "raise length, or lower common or often"
             )
         return self.listed(tokenizer, rng, counts, words[: self.common], index)

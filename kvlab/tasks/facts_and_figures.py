@@ -19,9 +19,9 @@ class FactsAndFigures(Asked):
         full       … as Lamport showed in 1978, a clock …      (`new_tokens` tokens of the full fp32 cache's continuation)
         target     Lamport, 1978: its numbers, names and rare words
 
-    The share of them that stand in the policy's continuation counts, so the full cache has 1 by definition; an answer is `correct`
-    if all do. A sample whose `facts` are 0 has nothing to lose and counts as 1. There is no question, hence none to be known, and
-    what the model writes need not stand in the document, hence no spans.
+    The share of them that stand in the policy's continuation counts, so the full cache has 1 by definition; an answer is
+    `correct` if all do. A sample whose `facts` are 0 has nothing to lose and counts as 1. There is no question, hence none to be
+    known, and what the model writes need not stand in the document, hence no spans.
 
     Fields:
       length, new_tokens: tokens of a document and of its continuation; a longer one has more to lose and drifts further.
@@ -59,9 +59,8 @@ class FactsAndFigures(Asked):
         for answer, full in zip(answers, reference):
             wanted = self.facts(full)
             share = sum(holds(answer, fact) for fact in wanted) / len(wanted) if wanted else 1.0
-            rows.append(
-                {"answer": answer, "target": ", ".join(wanted), "facts": len(wanted), "correct": share == 1, "share": share}
-            )
+            figures = {"facts": len(wanted), "correct": share == 1, "share": share}
+            rows.append({"answer": answer, "target": ", ".join(wanted), **figures})
         return rows
 
     def facts(self, answer: str) -> list[str]:

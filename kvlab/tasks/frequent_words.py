@@ -55,8 +55,8 @@ class FrequentWords(Counted):
         counts = self.counts(total)
         if counts @ cost > left or counts[self.top - 1] == counts[self.top]:
             raise ConfigError(
-                f"frequent_words: in length={self.length} words {self.top} and {self.top + 1} come up equally often, or not all fit; "
-                "raise length or alpha, or lower top or words"
+                f"frequent_words: in length={self.length} words {self.top} and {self.top + 1} come up equally often, "
+                "or not all fit; raise length or alpha, or lower top or words"
             )
         return self.listed(tokenizer, rng, dict(zip(words, counts.tolist())), words[: self.top], index)
 

@@ -29,8 +29,8 @@ class Jsonl(Asked):
         question   the line's question                (fed token by token once the cache is filled)
         target     any of its answers, anywhere in what the model writes, whole, in capitals or not
 
-    A question is put behind the context as it stands, so it brings its own line break and the words that make a model answer. Where
-    an answer stands in a context is not known, so there are no spans, and no depth.
+    A question is put behind the context as it stands, so it brings its own line break and the words that make a model answer.
+    Where an answer stands in a context is not known, so there are no spans, and no depth.
 
     Fields:
       path: the file; its content goes into env.json, so results of another are refused.

@@ -46,7 +46,7 @@ class NextIdentifier(Asked):
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         found = cursor(self, tokenizer, generator(seed, index), self.depth, self.mentions, line=False)
-        facts = [{"context": index, "document": found.document, "depth": round(found.span[0] / len(found.context), 4)}]
+        facts = [{"context": index, "document": found.document, "depth": round(found.depth, 4)}]
         prompts, rows, forced = ask(found.context, [found.question], self.known)
         answer = self.new_tokens or 4 + len(tokenizer.encode(f" {found.answer}"))
         return Batch(prompts, rows, forced, steps(forced, answer), facts, [found.answer], [found.span])

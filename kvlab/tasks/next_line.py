@@ -16,8 +16,8 @@ class NextLine(Asked):
         question   for line in file:                  (the last tokens before the line, fed one by one)
         target     key, value = parse_header(line)
 
-    The places are those of `next_identifier`. An answer is its first line that is not empty: `correct` if it is the target, spaces
-    around it aside; `similarity` is difflib's ratio of the two, 0 … 1. The line itself stands nowhere, so there are no spans.
+    The places are those of `next_identifier`. An answer is its first line that is not empty: `correct` if it is the target,
+    spaces around it aside; `similarity` is difflib's ratio of the two, 0 … 1. The line itself stands nowhere, hence no spans.
 
     Fields:
       length: tokens of a context (with the last ones before the line, where those are known).
@@ -42,7 +42,7 @@ class NextLine(Asked):
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         found = cursor(self, tokenizer, generator(seed, index), self.depth, self.mentions, line=True)
-        facts = [{"context": index, "document": found.document, "depth": round(found.span[0] / len(found.context), 4)}]
+        facts = [{"context": index, "document": found.document, "depth": round(found.depth, 4)}]
         prompts, rows, forced = ask(found.context, [found.question], self.known)
         answer = self.new_tokens or 16 + int(1.5 * len(tokenizer.encode(found.answer)))
         return Batch(prompts, rows, forced, steps(forced, answer), facts, [found.answer])

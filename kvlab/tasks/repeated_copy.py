@@ -67,7 +67,7 @@ class RepeatedCopy(Asked):
 
     def _drawn(self, tokenizer, rng, depth: float):
         """Context, question, what is to be copied and where it stands, for words that are hidden."""
-        usable = sorted(word for word in source.counts(self.text) if 4 <= len(word) <= 9 and word.isascii())
+        usable = source.vocabulary(self.text)
         copied = " ".join(usable[i] for i in rng.choice(len(usable), self.words, replace=False))
         piece = tokenizer.encode(PIECE.format(copied))
         question = tokenizer.encode(ONCE if self.times == 1 else TIMES.format(self.times))

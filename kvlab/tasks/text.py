@@ -120,6 +120,15 @@ def counts(source: str) -> Counter[str]:
     return Counter(word for _, text in documents(source) for word in re.findall(r"[^\W\d_]+", text.lower()))
 
 
+@functools.cache
+def vocabulary(source: str) -> list[str]:
+    """Plain words of four to nine letters that stand in the documents three times or more. Errors: ConfigError for too few."""
+    found = sorted(w for w, n in counts(source).items() if n >= 3 and re.fullmatch("[a-z]{4,9}", w))
+    if len(found) < 500:
+        raise ConfigError(f"text={source!r} has {len(found)} words to draw from; give one with at least 500, such as 'licences'")
+    return found
+
+
 def insert(hay: list[int], pieces: list[list[int]], depth: float | None = None) -> tuple[list[int], list[int]]:
     """The tokens with the pieces among them, in their order, and the token at which each begins.
 

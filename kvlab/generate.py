@@ -19,10 +19,7 @@ def prompt_ids(model: Model, text: str, as_chat: bool = False, system: str | Non
     if not as_chat:
         return model.tokenizer.prompt(text)
     messages = [{"role": "system", "content": system}] if system else []
-    special = lambda ids: model.tokenizer.strings(ids)[0] if ids else ""
-    whole = chat.render(
-        model.chat, [*messages, {"role": "user", "content": text}], special(model.tokenizer.begin), special(model.stops[:1])
-    )
+    whole = chat.renderer(model.chat, model.tokenizer, model.stops)([*messages, {"role": "user", "content": text}])
     return model.tokenizer.encode(whole)
 
 

@@ -98,8 +98,8 @@ def test_votes_are_counted_out(votes, colours, share):
 
 def test_pieces_lie_where_they_are_said_to_be():
     hay = list(range(100))
-    context, depths = insert(hay, [[-1, -1], [-2]])
-    assert [context.index(-1), context.index(-2)] == [25, 77] and depths == [25 / 103, 77 / 103]
+    context, starts = insert(hay, [[-1, -1], [-2]])
+    assert [context.index(-1), context.index(-2)] == [25, 77] and starts == [25, 77]
     assert insert(hay, [[-1], [-2]], depth=1.0)[0] == [*hay, -1, -2]
 
 
@@ -108,13 +108,13 @@ def test_pieces_lie_where_they_are_said_to_be():
     [
         (VariableTracking, {"hops": 4}, "hops=4; allowed: 0 … 3"),
         (VariableTracking, {"chains": 40, "length": 4000}, "chains=40; allowed: 1 … 3"),
-        (VariableTracking, {"length": 100}, "need length of at least 180"),
-        (VariableTracking, {"contexts": 0}, "contexts is 1 or more"),
+        (VariableTracking, {"length": 100}, "length=100; allowed: 180 and more"),
+        (VariableTracking, {"contexts": 0}, "contexts=0; allowed: 1 and more"),
         (Majority, {"colours": 1}, "colours 2 … 6"),
         (Majority, {"votes": 1}, "votes from colours to"),
         (Majority, {"share": 0.3}, "gives 4 votes against 11"),
-        (Majority, {"length": 100}, "length at least 320 for 15 votes"),
-        (Majority, {"contexts": 0}, "contexts 1 and more"),
+        (Majority, {"length": 100}, "length=100; allowed: 320 and more"),
+        (Majority, {"contexts": 0}, "contexts=0; allowed: 1 and more"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused(kind, options, message):

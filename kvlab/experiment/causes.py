@@ -43,7 +43,7 @@ class Followed:
     """
 
     def __init__(self, model: ModelConfig, batch: Batch):
-        tokens = [list(range(*span)) for span in batch.spans]
+        tokens = [[t for ends in zip(span[::2], span[1::2]) for t in range(*ends)] for span in batch.spans]
         self.positions = padded(tokens, max(map(len, tokens)), -1) if tokens else None
         self._rows = len(batch.rows)
         self._wide = [layer for layer in range(model.layers) if model.window(layer) is None]

@@ -67,7 +67,8 @@ def accuracy(rows: Samples, reference: Samples, full: bool, margins: config.Marg
     if not rows:
         return {}
     context = {key: (key[0], row.get("context", key[1])) for key, row in rows.items()}
-    share = statistics.proportion([row["correct"] for row in rows.values()], list(context.values()), margins.alpha)
+    shares = [row.get("share", row["correct"]) for row in rows.values()]  # of an answer; verdicts are about whole ones
+    share = statistics.proportion(shares, list(context.values()), margins.alpha)
     made: dict[str, Any] = {"accuracy_low": share.low, "accuracy_high": share.high}
     if not reference:
         return made

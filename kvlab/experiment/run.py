@@ -24,7 +24,6 @@ from kvlab.experiment import causes, compare, config, reads, report, store
 from kvlab.models import load
 from kvlab.needs import REPLAYED
 from kvlab.tasks import Batch, Task
-from kvlab.tasks import text as text_source
 
 ENTROPY_STEPS = 4  # steps of a sample whose entropy and reads are kept, evenly spaced
 FULL = reads.FULL
@@ -95,9 +94,7 @@ class Group:
     def _batch(self, index: int, todo) -> None:
         batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
         prompt = self.engine.prefill(batch.prompts, needs([policy for _, policies in todo for policy in policies]))
-        reference = None
-        if self.task.compares_logits:
-            reference = decode(self.engine, prompt, FULL, batch, logits=True).logits
+        reference = self._reference(batch, prompt)
         full = functools.cache(lambda: self._full(index, batch, prompt))
         for each, policies in todo:
             made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
@@ -118,6 +115,13 @@ class Group:
             each.write(index, rows, arrays, made.timing)
             self.done(each.cell.label)
             compilation.relieve()
+
+    def _reference(self, batch: Batch, prompt: Prefilled):
+        """What the full fp32 cache gives, where the task compares with it: logits or answers."""
+        if not (self.task.compares_logits or self.task.compares_answers):
+            return None
+        made = decode(self.engine, prompt, FULL, batch, logits=self.task.compares_logits)
+        return made.logits if self.task.compares_logits else made.answers
 
     def _full(self, index: int, batch: Batch, prompt: Prefilled) -> list[bool]:
         """Which samples the full fp32 cache gets right: as a cell of the group has it, or else decoded for this."""
@@ -232,7 +236,7 @@ def environment(engine: Engine, task: Task) -> dict[str, str]:
     return {
         "code": code_digest(),
         "weights": engine.model.digest,
-        "text": text_source.digest(task.text) if hasattr(task, "text") else "",
+        "text": task.digest(),
         "kvlab": kvlab.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),

@@ -38,7 +38,9 @@ def load(name: str) -> Model:
     digest = checkpoint.digest(folder)
     params = checkpoint.load(folder, config)
     tokenizer = Tokenizer(folder / "tokenizer.json")
-    return Model(name, config, params, tokenizer, digest, _stops(raw, folder), chat.template(folder))
+    stops, template = _stops(raw, folder), chat.template(folder)
+    tokenizer.render = chat.renderer(template, tokenizer, stops) if template else None
+    return Model(name, config, params, tokenizer, digest, stops, template)
 
 
 def _stops(raw: dict, folder: Path) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Conversations as text, by the template that comes with a model."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvlab.errors import ModelError
@@ -42,3 +43,9 @@ def render(source: str | None, messages: Sequence[dict[str, str]], bos: str = ""
         return made.render(messages=messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
     except TemplateError as error:
         raise ModelError(f"the model's chat template fails ({error}); give plain text instead") from error
+
+
+def renderer(source: str | None, tokenizer, stops: Sequence[int]) -> Callable[[Sequence[dict[str, str]]], str]:
+    """`render` with a model's own template, and its BOS and first stop token as text."""
+    special = lambda ids: tokenizer.strings(ids)[0] if ids else ""
+    return functools.partial(render, source, bos=special(tokenizer.begin), eos=special(stops[:1]))

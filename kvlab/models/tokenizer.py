@@ -90,7 +90,10 @@ class Tokenizer:
     Attributes:
       bos: the id that stands before every prompt, None where the model wants none. `encode` leaves it out, so that
         prompts can be put together from pieces; `prompt` and `begin` bring it.
+      render: from messages to the model's own text of a conversation (see `kvlab.models.chat`), None if it has no template.
     """
+
+    render: Callable[..., str] | None = None
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Library

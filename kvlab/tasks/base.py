@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from kvlab.errors import ConfigError
+from kvlab.tasks import text as source
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -18,7 +21,8 @@ class Batch:
       new_tokens: steps to take; covers the forced tokens and the answer.
       facts: what is known about each sample and goes into its row of the results.
       targets: what the task wants back, in its own form.
-      spans: where each sample's answer stands in its prompt, (first, past the last) token; empty where it stands nowhere.
+      spans: where each sample's answer stands in its prompt, (first, past the last) token, and on like that for an answer
+        that stands in several places; empty where no place holds it.
     """
 
     prompts: Sequence[list[int]]
@@ -27,7 +31,7 @@ class Batch:
     new_tokens: int
     facts: Sequence[dict[str, Any]]
     targets: Sequence[Any]
-    spans: Sequence[tuple[int, int]] = ()
+    spans: Sequence[tuple[int, ...]] = ()
 
 
 class Task:
@@ -35,9 +39,11 @@ class Task:
 
     Attributes:
       compares_logits: samples are scored by logits against the full fp32 cache's, on the same tokens.
+      compares_answers: samples are scored against the answers that the full fp32 cache gives.
     """
 
     compares_logits: bool = False
+    compares_answers: bool = False
 
     def count(self) -> int:
         """Number of batches."""
@@ -48,14 +54,34 @@ class Task:
         raise NotImplementedError
 
     def score(self, batch: Batch, answers: list[str], logits, reference) -> list[dict[str, Any]]:
-        """Scalars for each sample. `logits` and `reference` are `[steps, B, V]` where `compares_logits`, else None."""
+        """Scalars for each sample. `logits` and `reference` are `[steps, B, V]` where `compares_logits`, else None;
+        `reference` holds the full cache's answers where `compares_answers`."""
         raise NotImplementedError
 
     def summary(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         """Scalars over all samples of a cell."""
         raise NotImplementedError
 
+    def written(self, target) -> str:
+        """A target as a right answer would write it. Errors: ConfigError for tasks that no one text answers."""
+        raise ConfigError(f"{type(self).__name__} has no answers in words; take a task that asks questions, such as needle")
+
+    def digest(self) -> str:
+        """SHA-256 of the text that samples are made of, "" where there is none."""
+        return source.digest(self.text) if hasattr(self, "text") else ""
+
 
 def generator(seed: int, index: int) -> np.random.Generator:
     """One generator per (seed, batch), so that batches can be made alone and in any order."""
     return np.random.default_rng([seed, index])
+
+
+def check(task: str, **fields: tuple[float | None, float, float | None]) -> None:
+    """Refuses fields out of their bounds, each given as (value, least, most); a value of None is left out, a most of None open.
+
+    Errors: ConfigError.
+    """
+    for name, (value, least, most) in fields.items():
+        if value is not None and not least <= value <= (value if most is None else most):
+            bounds = f"{least} and more" if most is None else f"{least} … {most}"
+            raise ConfigError(f"{task}: {name}={value}; allowed: {bounds}")

@@ -4,10 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from kvlab.errors import ConfigError
 from kvlab.evaluate import logits as statistics
 from kvlab.tasks import text as source
-from kvlab.tasks.base import Batch, Task, generator
+from kvlab.tasks.base import Batch, Task, check, generator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,28 +33,15 @@ class Likelihood(Task):
     compares_logits = True
 
     def __post_init__(self):
-        if self.contexts < 1 or self.continuation < 2 or self.length < 1:
-            raise ConfigError(f"likelihood: {self}; contexts and length must be ≥ 1, continuation ≥ 2")
+        check("likelihood", contexts=(self.contexts, 1, None), length=(self.length, 1, None))
+        check("likelihood", continuation=(self.continuation, 2, None))
 
     def count(self) -> int:
         return 1
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         need = self.length + self.continuation
-        documents = source.documents(self.text)
-        chosen: list[tuple[str, list[int]]] = []
-        for i in generator(seed, index).permutation(len(documents)):
-            name, text = documents[i]
-            ids = tokenizer.prompt(text) if len(text) > need else []
-            if len(ids) >= need:
-                chosen.append((name, ids[:need]))
-            if len(chosen) == self.contexts:
-                break
-        else:
-            raise ConfigError(
-                f"likelihood: text={self.text!r} has {len(chosen)} documents of {need} tokens, "
-                f"{self.contexts} were asked for; lower contexts or length"
-            )
+        chosen = source.long_documents(self.text, tokenizer, generator(seed, index), need, self.contexts)
         prompts = [ids[: self.length] for _, ids in chosen]
         forced = [ids[self.length :] for _, ids in chosen]
         facts = [{"context": i, "document": name} for i, (name, _) in enumerate(chosen)]

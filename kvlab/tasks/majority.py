@@ -3,8 +3,8 @@
 import dataclasses
 
 from kvlab.errors import ConfigError
-from kvlab.tasks import text as source
-from kvlab.tasks.base import Batch, Task, generator
+from kvlab.tasks.asked import Asked, ask, hide, steps
+from kvlab.tasks.base import Batch, check, generator
 from kvlab.tasks.needle import CITIES
 
 COLOURS = "red blue green black white yellow".split()
@@ -13,7 +13,7 @@ QUESTION = "\n\nThe vote of most cities is"
 
 
 @dataclasses.dataclass(frozen=True)
-class Majority(Task):
+class Majority(Asked):
     """`votes` votes for a few colours in each of `contexts` texts; what most voted for is asked for, from the filled cache.
 
         context    … [The vote of Lima is red.] … text … [The vote of Oslo is blue.] … [The vote of Rome is red.] …
@@ -30,6 +30,7 @@ class Majority(Task):
       length: tokens of a context.
       votes, share: votes in a context, and the winner's share of them.
       colours: how many there are to vote for.
+      known: the question is part of the prompt.
       late: the votes that did not win are the last ones, so that whoever reads the end of the context is misled.
       text: see `kvlab.tasks.text`.
     """
@@ -39,6 +40,7 @@ class Majority(Task):
     votes: int = 15
     share: float = 0.8
     colours: int = 2
+    known: bool = False
     late: bool = False
     text: str = "licences"
 
@@ -48,12 +50,7 @@ class Majority(Task):
                 f"majority: colours={self.colours}, votes={self.votes}; allowed: colours 2 … {len(COLOURS)}, "
                 f"votes from colours to {len(CITIES)}"
             )
-        least = 20 * (self.votes + 1)
-        if self.contexts < 1 or self.length < least:
-            raise ConfigError(
-                f"majority: contexts={self.contexts}, length={self.length}; allowed: contexts 1 and more, "
-                f"length at least {least} for {self.votes} votes"
-            )
+        check("majority", contexts=(self.contexts, 1, None), length=(self.length, 20 * (self.votes + 1), None))
         first, second, *_ = self.counts()
         if not (0 < self.share <= 1 and first > second):
             raise ConfigError(f"majority: share={self.share} gives {first} votes against {second}; give a share that wins")
@@ -64,9 +61,6 @@ class Majority(Task):
         others = self.colours - 1
         return [first, *((self.votes - first + i) // others for i in range(others - 1, -1, -1))]
 
-    def count(self) -> int:
-        return self.contexts
-
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         rng = generator(seed, index)
         colours = rng.choice(COLOURS, self.colours, replace=False).tolist()
@@ -74,18 +68,7 @@ class Majority(Task):
         cast = cast if self.late else rng.permutation(cast).tolist()
         cities = rng.choice(CITIES, self.votes, replace=False).tolist()
         pieces = [tokenizer.encode(VOTE.format(city, colour)) for city, colour in zip(cities, cast)]
-        begin = list(tokenizer.begin)
-        room = self.length - len(begin) - sum(map(len, pieces))
-        context, _ = source.insert(source.token_stream(self.text, tokenizer, rng, room)[:room], pieces)
-        question = tokenizer.encode(QUESTION)
-        facts = [{"context": index, "last_vote": cast[-1]}]
-        return Batch([begin + context], [0], [question], len(question) + 3, facts, [colours[0]])
-
-    def score(self, batch, answers, logits, reference):
-        return [
-            {"answer": answer, "target": target, "correct": answer.strip().startswith(target)}
-            for answer, target in zip(answers, batch.targets)
-        ]
-
-    def summary(self, rows):
-        return {"accuracy": sum(r["correct"] for r in rows) / len(rows), "samples": len(rows)}
+        question = [tokenizer.encode(QUESTION)]
+        context, _ = hide(self, tokenizer, rng, pieces, question)
+        prompts, rows, forced = ask(context, question, self.known)
+        return Batch(prompts, rows, forced, steps(forced, 3), [{"context": index, "last_vote": cast[-1]}], [colours[0]])

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlab.errors import ConfigError
-from kvlab.tasks.base import Batch, Task, generator
+from kvlab.tasks.asked import Asked, ask
+from kvlab.tasks.base import Batch, generator
 
 NOISE, KEYS, VALUES = 64, 96, 96  # words of each kind; their ids follow one another in this order
 WORDS = [f"{kind}{i}" for kind, count in (("n", NOISE), ("k", KEYS), ("v", VALUES)) for i in range(count)]
@@ -36,7 +37,7 @@ def sample(rng: np.random.Generator, rows: int, length: int, pairs: int, queries
 
 
 @dataclasses.dataclass(frozen=True)
-class Mqar(Task):
+class Mqar(Asked):
     """Multi-query associative recall (https://arxiv.org/abs/2312.04927, section 3.1), every query from the same filled cache.
 
         context    n5 k17 v3 n60 n2 k4 v90 n8 … k71 v3 n41        (noise n, pairs k v; compressed by the policy)
@@ -49,12 +50,14 @@ class Mqar(Task):
       length: tokens of a context.
       contexts: how many there are, each a batch.
       pairs, queries: pairs in a context, and how many of them are asked for, each in a row of its own.
+      known: the key that is asked for ends the prompt, as one more token.
     """
 
     length: int = 1024
     contexts: int = 4
     pairs: int = 64
     queries: int = 32
+    known: bool = False
 
     def __post_init__(self):
         most = min(KEYS, self.length // 2)
@@ -67,9 +70,6 @@ class Mqar(Task):
         if self.contexts < 1:
             raise ConfigError(f"mqar: contexts={self.contexts}; allowed: 1 and more")
 
-    def count(self) -> int:
-        return self.contexts
-
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         check(tokenizer)
         drawn = Recall(*(x[0] for x in sample(generator(seed, index), 1, self.length, self.pairs, self.queries)))
@@ -77,19 +77,14 @@ class Mqar(Task):
             {"context": index, "key": WORDS[key], "depth": round(int(start) / self.length, 4)}
             for key, start in zip(drawn.query_BQ, drawn.start_BQ)
         ]
-        forced = [[int(key)] for key in drawn.query_BQ]
+        questions = [[int(key)] for key in drawn.query_BQ]
         targets = [WORDS[value] for value in drawn.target_BQ]
         spans = [(int(start) + 1, int(start) + 2) for start in drawn.start_BQ]
-        return Batch([drawn.context_BT.tolist()], [0] * self.queries, forced, 1, facts, targets, spans)
+        prompts, rows, forced = ask(drawn.context_BT.tolist(), questions, self.known)
+        return Batch(prompts, rows, forced, 1, facts, targets, spans)
 
-    def score(self, batch, answers, logits, reference):
-        return [
-            {"answer": answer, "target": target, "correct": answer.strip() == target}
-            for answer, target in zip(answers, batch.targets)
-        ]
-
-    def summary(self, rows):
-        return {"accuracy": sum(r["correct"] for r in rows) / len(rows), "samples": len(rows)}
+    def mark(self, answer, target):
+        return {"correct": answer.strip() == target}
 
 
 def check(tokenizer) -> None:

@@ -3,7 +3,9 @@
 import ast
 import functools
 import hashlib
+import re
 import sysconfig
+from collections import Counter
 from importlib.metadata import files
 from pathlib import Path
 
@@ -96,10 +98,41 @@ def token_stream(source: str, tokenizer, rng, length: int) -> list[int]:
     raise ConfigError(f"text={source!r} has {len(ids)} tokens in all, {length} were asked for; shorten the task's length")
 
 
-def insert(hay: list[int], pieces: list[list[int]], depth: float | None = None) -> tuple[list[int], list[float]]:
-    """The tokens with the pieces among them, in their order, and the depth, 0 … 1, at which each begins.
+def long_documents(source: str, tokenizer, rng, length: int, count: int) -> list[tuple[str, list[int]]]:
+    """The name and the first `length` tokens of `count` documents that `rng` draws. Errors: ConfigError for too few that long."""
+    texts = documents(source)
+    found: list[tuple[str, list[int]]] = []
+    for i in rng.permutation(len(texts)):
+        name, text = texts[i]
+        ids = tokenizer.prompt(text) if len(text) > length else []
+        if len(ids) >= length:
+            found.append((name, ids[:length]))
+        if len(found) == count:
+            return found
+    raise ConfigError(
+        f"text={source!r} has {len(found)} documents of {length} tokens, {count} were asked for; lower contexts or length"
+    )
 
-    Pieces are spread evenly, or all lie at `depth`.
+
+@functools.cache
+def counts(source: str) -> Counter[str]:
+    """How often each word stands in the documents, in small letters."""
+    return Counter(word for _, text in documents(source) for word in re.findall(r"[^\W\d_]+", text.lower()))
+
+
+@functools.cache
+def vocabulary(source: str) -> list[str]:
+    """Plain words of four to nine letters that stand in the documents three times or more. Errors: ConfigError for too few."""
+    found = sorted(w for w, n in counts(source).items() if n >= 3 and re.fullmatch("[a-z]{4,9}", w))
+    if len(found) < 500:
+        raise ConfigError(f"text={source!r} has {len(found)} words to draw from; give one with at least 500, such as 'licences'")
+    return found
+
+
+def insert(hay: list[int], pieces: list[list[int]], depth: float | None = None) -> tuple[list[int], list[int]]:
+    """The tokens with the pieces among them, in their order, and the token at which each begins.
+
+    Pieces are spread evenly, or all lie at `depth`, 0 … 1.
     """
     n = len(pieces)
     context: list[int] = []
@@ -110,5 +143,4 @@ def insert(hay: list[int], pieces: list[list[int]], depth: float | None = None) 
         starts.append(len(context))
         context += piece
         done = cut
-    context += hay[done:]
-    return context, [s / len(context) for s in starts]
+    return context + hay[done:], starts

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from kvlab.errors import ConfigError
-from kvlab.tasks import text as source
-from kvlab.tasks.base import Batch, Task, generator
+from kvlab.tasks.asked import Asked, ask, find, hide, steps
+from kvlab.tasks.base import Batch, check, generator
 from kvlab.tasks.needle import CITIES
 
 STATEMENT = " The magic number for {} is {}. "
@@ -17,7 +16,7 @@ MOST = 3  # hops
 
 
 @dataclasses.dataclass(frozen=True)
-class VariableTracking(Task):
+class VariableTracking(Asked):
     """`chains` chains of `hops` references in each of `contexts` texts; each is followed from its end, from one filled cache.
 
         context    … [The magic number for Lima is 48213.] … text … [The magic number for Oslo is Lima.] …
@@ -34,6 +33,8 @@ class VariableTracking(Task):
     Fields:
       length: tokens of a context.
       chains, hops: chains in a context, and references in each besides the number itself.
+      depth: where the statements lie, one after another, 0 … 1; None spreads them evenly. A sample's depth is its number's.
+      known: the question is part of the prompt.
       new_tokens: tokens that an answer may take; None for as many as the chain written out needs.
       text: see `kvlab.tasks.text`.
     """
@@ -42,57 +43,43 @@ class VariableTracking(Task):
     contexts: int = 4
     chains: int = 4
     hops: int = 1
+    depth: float | None = None
+    known: bool = False
     new_tokens: int | None = None
     text: str = "licences"
 
     def __post_init__(self):
-        if not 0 <= self.hops <= MOST:
-            raise ConfigError(f"variable_tracking: hops={self.hops}; allowed: 0 … {MOST}")
-        most = len(CITIES) // (self.hops + 1)
-        if not 1 <= self.chains <= most:
-            raise ConfigError(
-                f"variable_tracking: chains={self.chains}; allowed: 1 … {most} (of {self.hops + 1} of {len(CITIES)} cities each)"
-            )
-        least = 20 * (self.chains * (self.hops + 1) + 1)
-        if self.length < least or self.contexts < 1:
-            raise ConfigError(
-                f"variable_tracking: length={self.length}, contexts={self.contexts}; {self.chains} chains of {self.hops} hops "
-                f"need length of at least {least}, and contexts is 1 or more"
-            )
-
-    def count(self) -> int:
-        return self.contexts
+        check("variable_tracking", hops=(self.hops, 0, MOST), contexts=(self.contexts, 1, None), depth=(self.depth, 0, 1))
+        check("variable_tracking", chains=(self.chains, 1, len(CITIES) // (self.hops + 1)))
+        check("variable_tracking", length=(self.length, 20 * (self.chains * (self.hops + 1) + 1), None))
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         rng = generator(seed, index)
         names = rng.choice(CITIES, (self.chains, self.hops + 1), replace=False).tolist()
         numbers = [str(n) for n in rng.integers(10_000, 100_000, self.chains)]
-        pieces = []
-        for hop in range(self.hops + 1):  # of all chains the number first, then the reference to it, and so on
-            for chain in rng.permutation(self.chains):
-                value = names[chain][hop - 1] if hop else numbers[chain]
-                pieces.append(tokenizer.encode(STATEMENT.format(names[chain][hop], value)))
-        begin = list(tokenizer.begin)
-        room = self.length - len(begin) - sum(map(len, pieces))
-        context, _ = source.insert(source.token_stream(self.text, tokenizer, rng, room)[:room], pieces)
+        # of all chains the number first, then the reference to it, and so on
+        stated = [(int(chain), hop) for hop in range(self.hops + 1) for chain in rng.permutation(self.chains)]
+        says = lambda chain, hop: names[chain][hop - 1] if hop else numbers[chain]
+        pieces = [tokenizer.encode(STATEMENT.format(names[chain][hop], says(chain, hop))) for chain, hop in stated]
         questions = [tokenizer.encode(f"\n\n{self.examples()}\nThe magic number for {chain[-1]} is") for chain in names]
-        facts = [{"context": index, "chain": " <- ".join(chain)} for chain in names]
-        steps = max(map(len, questions)) + (self.new_tokens or 8 + 12 * self.hops)
-        return Batch([begin + context], [0] * self.chains, questions, steps, facts, numbers)
+        context, starts = hide(self, tokenizer, rng, pieces, questions, self.depth)
+        first = [stated.index((chain, 0)) for chain in range(self.chains)]
+        facts = [
+            {"context": index, "chain": " <- ".join(chain), "depth": round(starts[i] / len(context), 4)}
+            for chain, i in zip(names, first)
+        ]
+        spans = [find(tokenizer, pieces[i], number, starts[i]) for i, number in zip(first, numbers)]
+        prompts, rows, forced = ask(context, questions, self.known)
+        answer = self.new_tokens or 8 + 12 * self.hops
+        return Batch(prompts, rows, forced, steps(forced, answer), facts, numbers, spans)
 
     def examples(self) -> str:
         """Chains of other names, each written out from its end on a line of its own."""
         chains = [[*names[: self.hops + 1], number] for number, names in EXAMPLES.items()]
         return "\n".join(" ".join(map(STATEMENT.strip().format, nodes, nodes[1:])) for nodes in chains)
 
-    def score(self, batch, answers, logits, reference):
-        return [
-            {"answer": answer, "target": target, "correct": first_number(answer) == target}
-            for answer, target in zip(answers, batch.targets)
-        ]
-
-    def summary(self, rows):
-        return {"accuracy": sum(r["correct"] for r in rows) / len(rows), "samples": len(rows)}
+    def mark(self, answer, target):
+        return {"correct": first_number(answer) == target}
 
 
 def first_number(text: str) -> str:

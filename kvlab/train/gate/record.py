@@ -86,12 +86,13 @@ def context(data: Data, tokenizer, index: int) -> Context:
 
 def _from_task(data: Data, table: dict[str, Any], tokenizer, index: int, rng) -> Context:
     """The prompt of a task's batch, with every question and its answer after it; recorded queries are first those of answers."""
-    batch = parts.build(table, TASKS, "data.tasks").batch(index, data.seed, tokenizer)
+    task = parts.build(table, TASKS, "data.tasks")
+    batch = task.batch(index, data.seed, tokenizer)
     ids, counts = list(batch.prompts[0]), [0.0] * len(batch.prompts[0])
     prompt = len(ids)
     for row, question, target in zip(batch.rows, batch.forced, batch.targets):
         if row == 0:
-            answer = tokenizer.encode(" " + target)
+            answer = tokenizer.encode(f" {task.written(target)}")
             ids, counts = ids + question + answer, counts + [0.0] * len(question) + [1.0] * len(answer)
     answers = np.array([*counts[1:], 0.0]) > 0  # a query matters where the next token is an answer's
     asked = np.arange(prompt - 1, len(ids) - 1)

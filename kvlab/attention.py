@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+PREFILL_BLOCK = 512  # queries, and keys, of a prompt that meet at a time
+
 MASKED = -1e30  # finite: −inf − (−inf) would be NaN
 
 
@@ -118,8 +120,8 @@ def prefill(
     key_BHTD: Float[Array, "B H T D"],
     value_BHTD: Float[Array, "B H T D"],
     spec: AttentionSpec,
-    query_block: int = 512,
-    key_block: int = 512,
+    query_block: int = PREFILL_BLOCK,
+    key_block: int = PREFILL_BLOCK,
 ) -> Float[Array, "B T H G D"]:
     """Causal attention of a prompt over itself, exact, holding one block of one KV head's logits at a time.
 

@@ -1,4 +1,5 @@
-"""The command line, `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input in one clear line, 130 stopped, 1 anything else."""
+"""The command line, `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input in one clear line, 130 stopped, 1 anything else;
+`kvlab check` has 0 pass, 1 fail, 3 underpowered."""
 
 import json
 import sys
@@ -74,6 +75,30 @@ def run(
     with _resumable():
         frame = run_(file, set_, smoke, out, accept_stale, fresh)
     write_json(json_, report.as_json(frame))
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="An experiment with a [check] table, such as experiments/regression/int8.toml.")],
+    set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
+    smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    accept_stale: Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Discard what these cells have so far.")] = False,
+    junit: Annotated[Path | None, typer.Option(help="Also write the findings as JUnit XML.")] = None,
+    json_: Json = None,
+) -> None:
+    """Did a policy hurt? Exit code 0 pass, 1 fail, 3 underpowered."""
+    from kvlab.experiment import check as module
+
+    _beside([str(file)])
+    with _resumable():
+        made = module.check(file, set_, smoke, out, accept_stale, fresh)
+    module.show(made)
+    write_json(json_, made.as_json())
+    if junit is not None:
+        module.write_junit(made, file.stem, junit)
+    raise typer.Exit(module.CODE[made.outcome])
 
 
 @app.command()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab import compilation, loop, replay
+from kvlab.attention import PREFILL_BLOCK
 from kvlab.core import EMPTY, PAGE, Cache, Record
 from kvlab.errors import CapacityError, ConfigError
 from kvlab.loop import State
@@ -49,16 +50,19 @@ class Engine:
         self.model = model
         self.config = model.config
 
-    def prefill(self, prompts: Sequence[Sequence[int]], needs: Iterable[str] = ()) -> Prefilled:
+    def prefill(self, prompts: Sequence[Sequence[int]], needs: Iterable[str] = (), block: int = PREFILL_BLOCK) -> Prefilled:
         """Runs the prompts (token ids, ragged) together, exactly.
 
         Args:
           needs: what policies need of the prompt besides keys and values (`Retention.needs`).
+          block: queries and keys that meet at a time, a power of two: another one sums in another order, and changes no more.
         Errors: CapacityError for an empty or too long prompt, also where the replay that a policy needs does not fit.
         """
         tokens, needs = padded(prompts, bucket(self._longest(prompts))), frozenset(needs)
         begin = time.perf_counter()
-        done = loop.prefill(self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED)
+        done = loop.prefill(
+            self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED, min(block, tokens.shape[1])
+        )
         records, logits = jax.block_until_ready(done)
         prompt = Prefilled(prompts, records, logits, time.perf_counter() - begin)
         return self._replayed(prompt) if "importance" in needs else prompt

@@ -57,11 +57,14 @@ class Steps(NamedTuple):
     followed: Any = None
 
 
-@functools.partial(jax.jit, static_argnames=("config", "needs"), compiler_options=compilation.memory_first())
-def prefill(config: ModelConfig, params, tokens_BT, length_B, needs: frozenset = frozenset()):
+@functools.partial(jax.jit, static_argnames=("config", "needs", "block"), compiler_options=compilation.memory_first())
+def prefill(
+    config: ModelConfig, params, tokens_BT, length_B, needs: frozenset = frozenset(), block: int = attention.PREFILL_BLOCK
+):
     """Records of all layers and the logits after each row's last token. Pads lie on the right.
 
-    `needs` names what the records hold besides keys and values (`kvlab.needs`), without a replay.
+    `needs` names what the records hold besides keys and values (`kvlab.needs`), without a replay; `block` is how many queries
+    and keys meet at a time, which changes only how sums are rounded.
     """
     model = bind(config, params)
     pos_T = jnp.arange(tokens_BT.shape[1])
@@ -74,7 +77,7 @@ def prefill(config: ModelConfig, params, tokens_BT, length_B, needs: frozenset =
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         prompt = Prompt(query, key, pos_BT, spec, frequency)
         records.append(Record(key, value, pos_BT, {**own, **of_prompt(prompt, needs)}))
-        return attention.prefill(query, key, value, spec)
+        return attention.prefill(query, key, value, spec, block, block)
 
     x = model(tokens_BT, pos_T[None], attend)
     return tuple(records), model.logits(_last(x, length_B))

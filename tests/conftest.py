@@ -67,8 +67,8 @@ def on_tiny(monkeypatch, tiny):
     from kvlab import results
     from kvlab.experiment import run as runner
 
-    runner._engine.cache_clear()
+    runner.engine.cache_clear()
     monkeypatch.setattr(runner, "load", lambda name: tiny)
     monkeypatch.setattr(results._Strings, "of", lambda self, model, ids: np.array(tiny.tokenizer.strings(ids), object))
     yield
-    runner._engine.cache_clear()
+    runner.engine.cache_clear()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvlab.errors import ConfigError
-from kvlab.tasks import TASKS
+from kvlab.tasks import TASKS, Answers
 from kvlab.tasks.mqar import WORDS
 from tests.tools import Bytes
 
@@ -62,6 +62,7 @@ SPECS = {
     "next_line": Spec({}, None, {"depth": 0.95, "mentions": 0}, spans=False),
     "dialogue": Spec({"facts": 2, "turn": 40}, ("facts", 5, "facts"), {"facts": 0, "turn": 0}, fills=False),
     "facts_and_figures": Spec({"new_tokens": 8}, ("new_tokens", 16, "steps"), {"new_tokens": 0}, deep=False, spans=False),
+    "continuation": Spec({"new_tokens": 8}, ("new_tokens", 16, "steps"), {"samples": 0}, deep=False, spans=False),
     "likelihood": Spec({"continuation": 8}, ("continuation", 16, "steps"), {"continuation": 1}, deep=False, spans=False),
     "jsonl": Spec({}, ("length", 400, "shorter"), {"contexts": 4, "new_tokens": 0}, fills=False, deep=False, spans=False),
 }
@@ -178,13 +179,13 @@ def test_a_harder_task_has_more_of_what_makes_it_hard(name, make):
     assert count(hard) > count(easy)
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("likelihood", "facts_and_figures")])
+@pytest.mark.parametrize("name", [name for name in TASKS if not (TASKS[name].compares_logits or TASKS[name].compares_answers)])
 def test_the_right_answer_counts_and_a_wrong_one_does_not(name, make):
     task = make(name)
     batch = task.batch(0, 1, tokens(name))
-    right = task.score(batch, [f" {task.written(target)}" for target in batch.targets], None, None)
-    wrong = task.score(batch, [SPECS[name].wrong] * len(batch.targets), None, None)
-    empty = task.score(batch, [""] * len(batch.targets), None, None)
+    right = task.score(batch, Answers([f" {task.written(target)}" for target in batch.targets]))
+    wrong = task.score(batch, Answers([SPECS[name].wrong] * len(batch.targets)))
+    empty = task.score(batch, Answers([""] * len(batch.targets)))
     assert [[row["correct"] for row in rows] for rows in (right, wrong, empty)] == [
         [w] * len(right) for w in (True, False, False)
     ]

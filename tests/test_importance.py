@@ -28,6 +28,7 @@ from kvlab.plan import Dims
 from kvlab.policy import Policy
 from kvlab.retention import Gated, KeepAll, KVzip, Protect
 from kvlab.selection import ReadAll
+from kvlab.tasks import Answers
 from kvlab.tasks.mqar import Mqar, sample
 from kvlab.train import evict, importance, targets
 from tests import tools
@@ -435,7 +436,7 @@ def test_a_trained_gate_recalls_what_a_window_of_its_size_forgets(tmp_path):
         session = engine.start(prompt, policies, batch.new_tokens, batch.rows, batch.forced)
         session.run(batch.new_tokens)
         answers = [model.tokenizer.decode(ids) for ids in session.answers()]
-        return sum(row["correct"] for row in task.score(batch, answers, None, None))
+        return sum(row["correct"] for row in task.score(batch, Answers(answers)))
 
     assert hits("keep_all") == 16
     assert hits({"name": "gated", "gate": path, "ratio": 0.75}) >= 14

@@ -13,6 +13,7 @@ from kvlab.errors import ConfigError, ResultsError
 from kvlab.experiment import causes
 from kvlab.models import chat
 from kvlab.tasks import (
+    Answers,
     Cloze,
     CommonWords,
     Dialogue,
@@ -76,7 +77,7 @@ def test_several_numbers_of_a_needle_are_wanted_together(plain):
         assert {Bytes().decode(batch.prompts[0][a:b]) for a, b in ends} == set(target) and ends == sorted(ends)
         assert Bytes().decode(question) == f"\n\nThe magic numbers for {fact['needle']} are"
     a, b, c = batch.targets[0]
-    rows = task.score(batch, [f" {c}, {a}x, 1{b}", f"{', '.join(batch.targets[1])}."], None, None)
+    rows = task.score(batch, Answers([f" {c}, {a}x, 1{b}", f"{', '.join(batch.targets[1])}."]))
     assert [(row["correct"], round(row["share"], 2)) for row in rows] == [(False, 0.33), (True, 1)]
     assert round(task.summary(rows)["accuracy"], 2) == 0.67
 
@@ -118,7 +119,7 @@ def test_the_words_asked_for_come_up_most_often(task, top):
     often = {word: content(batch).split(", ").count(word) for word in set(re.findall(r"\w+", content(batch)))}
     least = min(often[word] for word in target)
     assert len(target) == top and all(n < least for word, n in often.items() if word not in target)
-    (row,) = task.score(batch, [f" {target[2]}, {target[0]}."], None, None)
+    (row,) = task.score(batch, Answers([f" {target[2]}, {target[0]}."]))
     assert not row["correct"] and row["share"] == pytest.approx(2 / 3)
 
 
@@ -158,7 +159,7 @@ def test_copies_are_scored_word_by_word():
     a, b, c, d = words = target.split()[:4]
     assert target.split() == words * 2 and f" Copy this: {a} {b} {c} {d}. " in content(batch)
     answers = [f" {a}, {b} {c} {d}. {target} and on", f"{a} {b} or {d}", f"so {target}"]
-    rows = [task.score(batch, [answer], None, None)[0] for answer in answers]
+    rows = [task.score(batch, Answers([answer]))[0] for answer in answers]
     assert [(row["correct"], row["share"]) for row in rows] == [(True, 1), (False, 3 / 8), (False, 1)]
 
 
@@ -215,12 +216,12 @@ def test_code_goes_on_as_in_the_file(kind, texts):  # noqa: F811
 def test_lines_are_compared_without_the_spaces_around_them(texts):  # noqa: F811
     task = NextLine(length=700, text=texts["text"])
     batch = dataclasses.replace(task.batch(0, 0, Bytes()), targets=["return abc"])
-    rows = [task.score(batch, [answer], None, None)[0] for answer in ("\n\n    return abc  \nmore", "return abd", "")]
+    rows = [task.score(batch, Answers([answer]))[0] for answer in ("\n\n    return abc  \nmore", "return abd", "")]
     assert [(row["correct"], round(row["similarity"], 2)) for row in rows] == [(True, 1), (False, 0.9), (False, 0)]
     assert task.summary(rows)["similarity"] == pytest.approx(1.9 / 3)
     name = NextIdentifier(length=700, text=texts["text"])
     named = dataclasses.replace(batch, targets=["abc"])
-    assert [name.score(named, [a], None, None)[0]["correct"] for a in (" abc(1)", "abcd", "self.abc")] == [True, False, False]
+    assert [name.score(named, Answers([a]))[0]["correct"] for a in (" abc(1)", "abcd", "self.abc")] == [True, False, False]
 
 
 def test_text_without_such_places_is_refused(plain):
@@ -284,7 +285,7 @@ def test_lines_with_the_same_context_share_a_batch(texts):  # noqa: F811
     assert task.count() == 3
     lines = {i: [fact["line"] for fact in task.batch(i, 0, Bytes()).facts] for i in range(3)}
     assert sorted(lines.values()) == [[1, 3], [2], [4]]
-    rows = task.score(task.batch(0, 0, Bytes()), ["It is WET.", "it is wetter"], None, None)
+    rows = task.score(task.batch(0, 0, Bytes()), Answers(["It is WET.", "it is wetter"]))
     assert [row["correct"] for row in rows] == [True, False][: len(rows)]
 
 
@@ -328,9 +329,9 @@ def test_facts_are_numbers_names_and_rare_words(plain):
     full = "Lamport showed in 1,978 that Line 7 is the same. A zebra said so wherever I am 3.5 m tall; Lamport."
     assert task.facts(full) == ["Lamport", "showed", "1,978", "that", "7", "zebra", "said", "3.5", "tall"]
     batch = FactsAndFigures(length=9, contexts=1, text=plain).batch(0, 0, Bytes())
-    rows = task.score(batch, ["Lamport 1978 zebra 3.5"], None, ["Lamport 1978 zebra 7"])
+    rows = task.score(batch, Answers(["Lamport 1978 zebra 3.5"]), Answers(["Lamport 1978 zebra 7"]))
     assert rows[0]["share"] == 0.75 and not rows[0]["correct"] and rows[0]["facts"] == 4
-    assert task.score(batch, ["x"], None, ["is the same"])[0] == {
+    assert task.score(batch, Answers(["x"]), Answers(["is the same"]))[0] == {
         "answer": "x",
         "target": "",
         "facts": 0,
@@ -338,7 +339,7 @@ def test_facts_are_numbers_names_and_rare_words(plain):
         "share": 1.0,
     }
     with pytest.raises(ConfigError, match="needs the full cache's answers"):
-        task.score(batch, ["x"], None, None)
+        task.score(batch, Answers(["x"]))
 
 
 def test_they_run_beside_the_full_cache_and_on_ones_own_file(on_tiny, tmp_path, plain, monkeypatch):
@@ -355,7 +356,7 @@ def test_they_run_beside_the_full_cache_and_on_ones_own_file(on_tiny, tmp_path, 
     grid = {"task": tasks, "policy": policies}
     experiment = {"name": "three", "question": "?", "base": {"model": {"name": "tiny"}}, "grid": grid}
     kvlab.run(experiment, out=tmp_path)
-    (full, _, reference), (_, _, same) = given
+    (full, reference), (_, same) = ([answers.texts for answers in each] for each in given)
     assert full == reference == same, "every policy is held against what the full cache wrote"
     rows = kvlab.results.load(tmp_path / "three").set_index(["task", "policy"]).sort_index()
     assert rows.loc[("facts_and_figures", "full"), "share"].tolist() == [1.0]

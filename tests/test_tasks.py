@@ -7,7 +7,7 @@ import pytest
 
 import kvlab
 from kvlab.errors import ConfigError
-from kvlab.tasks import Majority, VariableTracking
+from kvlab.tasks import Answers, Majority, VariableTracking
 from kvlab.tasks.needle import CITIES
 from kvlab.tasks.text import insert
 from kvlab.tasks.variable_tracking import EXAMPLES, first_number
@@ -56,7 +56,7 @@ def test_the_examples_are_no_part_of_any_context():
 def test_answers_are_scored_by_their_first_number(tiny):
     batch = TRACK.batch(0, 0, tiny.tokenizer)
     a, b, _ = batch.targets
-    rows = TRACK.score(batch, [f" Lima. The magic number for Lima is {a}. So", f" {a} or {b}", ""], None, None)
+    rows = TRACK.score(batch, Answers([f" Lima. The magic number for Lima is {a}. So", f" {a} or {b}", ""]))
     assert [row["correct"] for row in rows] == [True, a == b, False] and TRACK.summary(rows)["samples"] == 3
     assert first_number("x12y345") == "12" and first_number("none") == "" and first_number("9") == "9"
 
@@ -81,7 +81,7 @@ def test_late_votes_mislead(tiny):
 
 def test_a_vote_is_right_or_wrong(tiny):
     batch = VOTES.batch(0, 0, tiny.tokenizer)
-    rows = [VOTES.score(batch, [answer], None, None)[0] for answer in (f" {batch.targets[0]}.", " grey")]
+    rows = [VOTES.score(batch, Answers([answer]))[0] for answer in (f" {batch.targets[0]}.", " grey")]
     assert [row["correct"] for row in rows] == [True, False] and VOTES.summary(rows) == {"accuracy": 0.5, "samples": 2}
 
 

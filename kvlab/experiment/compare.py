@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvlab import parts
+from kvlab.attention import PREFILL_BLOCK
 from kvlab.evaluate import statistics, verdict
 from kvlab.experiment import config, store
 from kvlab.experiment.layers import Choice, without_selection
@@ -30,8 +31,10 @@ DIFFERENCE = {  # column → field of a verdict
 
 
 def is_full(cell: config.Cell) -> bool:
-    """Whether every layer of the cell has the plain policy, whatever its label."""
+    """Whether every layer of the cell has the plain policy, whatever its label, after the usual prefill."""
     plain = parts.policy({})
+    if cell.prefill_block != PREFILL_BLOCK:
+        return False
     if isinstance(cell.layers, Choice):
         return cell.layers.nowhere and parts.policy(without_selection(cell.policy)) == plain
     tables = [cell.policy, *({**cell.policy, **override.policy} for override in cell.layers)]
@@ -61,12 +64,37 @@ def samples(cells: list[config.Cell], folder: Path) -> Samples:
     }
 
 
+def clusters(rows: Samples) -> dict[tuple, tuple]:
+    """The context of each sample."""
+    return {key: (key[0], row.get("context", key[1])) for key, row in rows.items()}
+
+
+def answers(rows: Samples, reference: Samples, margin: float, alpha: float) -> verdict.Verdict | None:
+    """On the samples that both have, right or wrong; None where there are none."""
+    both = [key for key, row in rows.items() if key in reference and "correct" in row]
+    if not both:
+        return None
+    mine, theirs = ([table[key]["correct"] for key in both] for table in (rows, reference))
+    context = clusters(rows)
+    return verdict.binary(mine, theirs, margin, [context[key] for key in both], alpha)
+
+
+def tokens(rows: Samples, margin: float, alpha: float) -> verdict.Verdict | None:
+    """On the tokens of documents, in nats; None where there are none."""
+    rows = {key: row for key, row in rows.items() if "nll_reference" in row}
+    if not rows:
+        return None
+    mine, theirs = (np.concatenate([row[name] for row in rows.values()]) for name in ("nll", "nll_reference"))
+    names = [row.get("document", key) for key, row in rows.items() for _ in row["nll"]]
+    return verdict.continuous(mine, theirs, margin, names, alpha)
+
+
 def accuracy(rows: Samples, reference: Samples, full: bool, margins: config.Margins) -> dict[str, Any]:
     """Columns of the samples that are right or wrong, in shares; nothing if there are none."""
     rows = {key: row for key, row in rows.items() if "correct" in row}
     if not rows:
         return {}
-    context = {key: (key[0], row.get("context", key[1])) for key, row in rows.items()}
+    context = clusters(rows)
     shares = [row.get("share", row["correct"]) for row in rows.values()]  # of an answer; verdicts are about whole ones
     share = statistics.proportion(shares, list(context.values()), margins.alpha)
     made: dict[str, Any] = {"accuracy_low": share.low, "accuracy_high": share.high}
@@ -74,12 +102,8 @@ def accuracy(rows: Samples, reference: Samples, full: bool, margins: config.Marg
         return made
     if full:
         return made | _difference(REFERENCE, dict.fromkeys(DIFFERENCE.values(), 0.0))
-    both = [key for key in rows if key in reference]
-    if not both:
-        return made | _difference(UNPAIRED, {})
-    mine, theirs = ([table[key]["correct"] for key in both] for table in (rows, reference))
-    found = verdict.binary(mine, theirs, margins.accuracy_margin, [context[key] for key in both], margins.alpha)
-    return made | _difference(found.outcome, dataclasses.asdict(found))
+    found = answers(rows, reference, margins.accuracy_margin, margins.alpha)
+    return made | (_difference(found.outcome, dataclasses.asdict(found)) if found else _difference(UNPAIRED, {}))
 
 
 def _difference(outcome: str, figures: dict[str, Any]) -> dict[str, Any]:
@@ -88,12 +112,9 @@ def _difference(outcome: str, figures: dict[str, Any]) -> dict[str, Any]:
 
 def likelihood(rows: Samples, verdicts: bool, full: bool, margins: config.Margins) -> dict[str, Any]:
     """Columns of the samples scored token by token, in nats; each token carries the full cache's own likelihood."""
-    rows = {key: row for key, row in rows.items() if "nll_reference" in row}
-    if not rows:
+    made = tokens(rows, margins.nll_margin, margins.alpha)
+    if made is None:
         return {}
-    mine, theirs = (np.concatenate([row[name] for row in rows.values()]) for name in ("nll", "nll_reference"))
-    names = [row.get("document", key) for key, row in rows.items() for _ in row["nll"]]
-    made = verdict.continuous(mine, theirs, margins.nll_margin, names, margins.alpha)
     columns: dict[str, Any] = {"delta_nll_low": made.low, "delta_nll_high": made.high}
     if verdicts:
         columns["nll_verdict"] = REFERENCE if full else made.outcome

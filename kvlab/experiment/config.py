@@ -7,6 +7,7 @@ expect   = "..."            what is expected, and how long it takes
 [zip]                       "dotted.path" = [values]: lists walked together
 [smoke]                     "dotted.path" = value: makes it small; "grid.dotted.path" = [values] replaces an axis
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
+[check]                     for `kvlab check`: worst_margin, long_contexts, repetition_margin: see `Rules`
 """
 
 import copy
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvlab import gates, parts
+from kvlab.attention import PREFILL_BLOCK
 from kvlab.decode import per_layer
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment.layers import Choice, LayerOverride, checked, known_keys, without_selection
@@ -51,13 +53,14 @@ def _files(part: Any) -> Iterator[Path]:
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run: a model, a task, a policy and a seed."""
+    """One run: a model, a task, a policy and a seed; `prefill_block` as in `Engine.prefill`."""
 
     model: dict[str, Any]
     task: dict[str, Any]
     policy: dict[str, Any] = {}
     layers: tuple[LayerOverride, ...] | Choice = ()
     seed: int = 0
+    prefill_block: int = PREFILL_BLOCK
 
     @property
     def run_id(self) -> str:
@@ -66,6 +69,11 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
+        other = "" if self.prefill_block == PREFILL_BLOCK else f" | prefill in blocks of {self.prefill_block}"
+        return self._policies + other
+
+    @property
+    def _policies(self) -> str:
         if isinstance(self.layers, Choice):
             if self.layers.nowhere:
                 return parts.describe(without_selection(self.policy))
@@ -136,6 +144,23 @@ class Margins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"verdict: {self}; allowed: 0 < accuracy_margin < 1, nll_margin > 0, 0 < alpha < 0.5")
 
 
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `kvlab check` asks besides the margins (see `kvlab.experiment.judge`).
+
+    `worst_margin` is the share that the weakest cell may lose, `long_contexts` how many contexts above half of the model's
+    maximum there must be (0: the worst case is not asked for), `repetition_margin` the share of repeated runs of tokens that a
+    continuation may have more.
+    """
+
+    worst_margin: float = 0.2
+    long_contexts: int = 10
+    repetition_margin: float = 0.05
+
+    def __post_init__(self):
+        if not (0 < self.worst_margin < 1 and self.long_contexts >= 0 and 0 < self.repetition_margin < 1):
+            raise ConfigError(f"check: {self}; allowed: margins above 0 and below 1, long_contexts from 0")
+
+
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file as it stands."""
 
@@ -146,6 +171,11 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zip: dict[str, list[Any]] = {}
     smoke: dict[str, Any] = {}
     verdict: dict[str, Any] = {}
+    check: dict[str, Any] | None = None
+
+    @property
+    def rules(self) -> Rules:
+        return convert(self.check or {}, Rules, "check")
 
     @property
     def margins(self) -> Margins:
@@ -162,7 +192,7 @@ def read(source: str | Path | dict) -> tuple[str, Experiment]:
 
 def _experiment(raw: dict, where: str) -> Experiment:
     made = convert(raw, Experiment, where)
-    _ = made.margins  # a wrong table is refused before anything runs
+    _ = made.margins, made.rules  # a wrong table is refused before anything runs
     return made
 
 

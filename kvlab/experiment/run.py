@@ -9,7 +9,7 @@ import functools
 import hashlib
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import numpy as np
 
 import kvlab
 from kvlab import compilation, memory
+from kvlab.attention import PREFILL_BLOCK
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import causes, compare, config, reads, report, store
 from kvlab.models import load
 from kvlab.needs import REPLAYED
-from kvlab.tasks import Batch, Task
+from kvlab.tasks import Answers, Batch, Task
 
 ENTROPY_STEPS = 4  # steps of a sample whose entropy and reads are kept, evenly spaced
 FULL = reads.FULL
@@ -47,9 +48,20 @@ def run(
     Errors: KvlabError with one clear line; finished batches stay.
     """
     name, experiment = config.read(source)
-    cells = config.expand(experiment, overrides, smoke)
-    folder = Path(out) / (f"{name}-smoke" if smoke else name)
-    store.check_writable(folder)
+    return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh)
+
+
+def folder(name: str, out: Path, smoke: bool) -> Path:
+    """Where the results of an experiment lie."""
+    return out / (f"{name}-smoke" if smoke else name)
+
+
+def execute(
+    name: str, experiment: config.Experiment, cells: list[config.Cell], out: Path, smoke: bool, accept_stale: bool, fresh: bool
+):
+    """Runs cells and returns the table; as `run`, for cells that were expanded already."""
+    place = folder(name, out, smoke)
+    store.check_writable(place)
     with report.progress() as bar:
         total = sum(cell.make_task().count() for cell in cells)
         task = bar.add_task(name, total=total)
@@ -57,12 +69,14 @@ def run(
         for cell in cells:
             groups.setdefault(cell.group, []).append(cell)
         for group in groups.values():
-            Group(group, folder, accept_stale, fresh, lambda what: bar.update(task, advance=1, description=what)).run()
-    return report.finish(name, experiment, cells, folder)
+            Group(group, place, accept_stale, fresh, lambda what: bar.update(task, advance=1, description=what)).run()
+    return report.finish(name, experiment, cells, place)
 
 
 @functools.lru_cache(maxsize=1)
-def _engine(name: str) -> Engine:
+def engine(name: str) -> Engine:
+    """A model's engine; one is kept."""
+
     return Engine(load(name))
 
 
@@ -70,7 +84,7 @@ class Group:
     """Cells with the same model, task and seed."""
 
     def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, fresh: bool, done):
-        self.engine = _engine(model_name(cells[0].model))
+        self.engine = engine(model_name(cells[0].model))
         self.task: Task = cells[0].make_task()
         self.seed = cells[0].seed
         self.done = done
@@ -93,12 +107,17 @@ class Group:
 
     def _batch(self, index: int, todo) -> None:
         batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
-        prompt = self.engine.prefill(batch.prompts, needs([policy for _, policies in todo for policy in policies]))
+
+        @functools.cache
+        def prompt(block: int) -> Prefilled:
+            asking = [policy for each, policies in todo if each.cell.prefill_block == block for policy in policies]
+            return self.engine.prefill(batch.prompts, needs(asking), block)
+
         reference = self._reference(batch, prompt)
-        full = functools.cache(lambda: self._full(index, batch, prompt))
+        full = functools.cache(lambda: self._full(index, batch, prompt(PREFILL_BLOCK)))
         for each, policies in todo:
-            made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
-            scores = self.task.score(batch, made.answers, made.logits, reference)
+            made = decode(self.engine, prompt(each.cell.prefill_block), policies, batch, logits=self.task.compares_logits)
+            scores = self.task.score(batch, made.answers, reference)
             rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
             if batch.spans:
                 mine = compare.is_full(each.cell)
@@ -116,12 +135,11 @@ class Group:
             self.done(each.cell.label)
             compilation.relieve()
 
-    def _reference(self, batch: Batch, prompt: Prefilled):
-        """What the full fp32 cache gives, where the task compares with it: logits or answers."""
+    def _reference(self, batch: Batch, prompt: Callable[[int], Prefilled]) -> Answers | None:
+        """What the full fp32 cache gives, where the task compares with it."""
         if not (self.task.compares_logits or self.task.compares_answers):
             return None
-        made = decode(self.engine, prompt, FULL, batch, logits=self.task.compares_logits)
-        return made.logits if self.task.compares_logits else made.answers
+        return decode(self.engine, prompt(PREFILL_BLOCK), FULL, batch, logits=self.task.compares_logits).answers
 
     def _full(self, index: int, batch: Batch, prompt: Prefilled) -> list[bool]:
         """Which samples the full fp32 cache gets right: as a cell of the group has it, or else decoded for this."""
@@ -129,15 +147,14 @@ class Group:
             if compare.is_full(each.cell) and each.has(index):
                 return [row["correct"] for row in each.batch(index)["rows"]]
         made = decode(self.engine, prompt, FULL, batch, logits=False)
-        return [score["correct"] for score in self.task.score(batch, made.answers, None, None)]
+        return [score["correct"] for score in self.task.score(batch, made.answers)]
 
 
 @dataclasses.dataclass
 class Decoded:
     """One policy over one batch: answers, what was watched, and what each row of the results gets."""
 
-    answers: list[str]
-    logits: np.ndarray | None  # [steps, B, V]
+    answers: Answers
     kept: np.ndarray  # [prompt, L, H, S] positions after the fill, −1 where none
     entropy: np.ndarray  # [steps kept, L, B, H, G]
     entropy_steps: np.ndarray
@@ -148,7 +165,10 @@ class Decoded:
 
 def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bool) -> Decoded:
     """Fills from the record, feeds the forced tokens, and samples the rest, one step a call so that each is timed."""
-    session = engine.start(prompt, policies, batch.new_tokens, batch.rows, batch.forced, engine.model.stops)
+    seeds = batch.seeds if batch.sampling else 0
+    session = engine.start(
+        prompt, policies, batch.new_tokens, batch.rows, batch.forced, engine.model.stops, batch.sampling, seeds
+    )
     kept, footprint = snapshot(session, batch)
     watch = ("entropy", *reads.WATCH, *(("logits",) if logits else ()))
     seen_reads = reads.Reads(session, reads.planned(batch.new_tokens, ENTROPY_STEPS))
@@ -163,10 +183,10 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
         if logits:
             seen_logits.append(np.asarray(steps.logits[0]))
     chosen = np.unique(np.linspace(0, len(seen_entropy) - 1, ENTROPY_STEPS).round().astype(int))
-    answers = [engine.model.tokenizer.decode(ids) for ids in session.answers()]
+    tokens = session.answers()
+    texts = [engine.model.tokenizer.decode(ids) for ids in tokens]
     return Decoded(
-        answers,
-        np.stack(seen_logits) if logits else None,
+        Answers(texts, tokens, np.stack(seen_logits) if logits else None),
         kept,
         np.stack([seen_entropy[i] for i in chosen]).astype(np.float32),
         chosen,

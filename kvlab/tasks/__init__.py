@@ -1,8 +1,9 @@
 """Tasks: one a file, each a pure function of its fields, a seed and a text."""
 
-from kvlab.tasks.base import Batch, Task
+from kvlab.tasks.base import Answers, Batch, Task
 from kvlab.tasks.cloze import Cloze
 from kvlab.tasks.common_words import CommonWords
+from kvlab.tasks.continuation import Continuation
 from kvlab.tasks.dialogue import Dialogue
 from kvlab.tasks.facts_and_figures import FactsAndFigures
 from kvlab.tasks.frequent_words import FrequentWords
@@ -33,8 +34,9 @@ TASKS = {
     "next_line": NextLine,
     "dialogue": Dialogue,
     "facts_and_figures": FactsAndFigures,
+    "continuation": Continuation,
     "likelihood": Likelihood,
     "jsonl": Jsonl,
 }
 
-__all__ = ["TASKS", "Batch", "Task", *sorted(task.__name__ for task in TASKS.values())]
+__all__ = ["TASKS", "Answers", "Batch", "Task", *sorted(task.__name__ for task in TASKS.values())]

@@ -37,10 +37,10 @@ class Asked(Task):
     def written(self, target) -> str:
         return target if isinstance(target, str) else ", ".join(target)
 
-    def score(self, batch, answers, logits, reference):
+    def score(self, batch, made, reference=None):
         return [
             {"answer": answer, "target": self.written(target), **self.mark(answer, target)}
-            for answer, target in zip(answers, batch.targets)
+            for answer, target in zip(made.texts, batch.targets)
         ]
 
     def summary(self, rows):

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvlab.errors import ConfigError
+from kvlab.sampling import Sampling
 from kvlab.tasks import text as source
 
 
@@ -21,6 +22,7 @@ class Batch:
       new_tokens: steps to take; covers the forced tokens and the answer.
       facts: what is known about each sample and goes into its row of the results.
       targets: what the task wants back, in its own form.
+      sampling: how tokens are drawn; greedily without. seeds: of each sample's draws, the same whatever the policy.
       spans: where each sample's answer stands in its prompt, (first, past the last) token, and on like that for an answer
         that stands in several places; empty where no place holds it.
     """
@@ -32,13 +34,24 @@ class Batch:
     facts: Sequence[dict[str, Any]]
     targets: Sequence[Any]
     spans: Sequence[tuple[int, ...]] = ()
+    sampling: Sampling | None = None
+    seeds: Sequence[int] = ()
+
+
+class Answers(NamedTuple):
+    """What came of a batch under a policy: each sample's answer, its token ids, and the logits of every step `[steps, B, V]`,
+    which are there where the task compares them."""
+
+    texts: Sequence[str]
+    tokens: Sequence[list[int]] = ()
+    logits: Any = None
 
 
 class Task:
     """Pure function of its fields, a seed and the text: the same three give the same samples.
 
     Attributes:
-      compares_logits: samples are scored by logits against the full fp32 cache's, on the same tokens.
+      compares_logits: samples are scored against the full fp32 cache's, by logits too.
       compares_answers: samples are scored against the answers that the full fp32 cache gives.
     """
 
@@ -53,9 +66,8 @@ class Task:
         """The samples of one batch; each prompt starts with `tokenizer.begin` (BOS, where the model wants one)."""
         raise NotImplementedError
 
-    def score(self, batch: Batch, answers: list[str], logits, reference) -> list[dict[str, Any]]:
-        """Scalars for each sample. `logits` and `reference` are `[steps, B, V]` where `compares_logits`, else None;
-        `reference` holds the full cache's answers where `compares_answers`."""
+    def score(self, batch: Batch, made: Answers, reference: Answers | None = None) -> list[dict[str, Any]]:
+        """Scalars, or lists of them, for each sample. `reference` is the full cache's, where the task compares with it."""
         raise NotImplementedError
 
     def summary(self, rows: list[dict[str, Any]]) -> dict[str, float]:

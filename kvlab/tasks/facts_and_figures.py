@@ -50,13 +50,13 @@ class FactsAndFigures(Asked):
         n = len(chosen)
         return Batch(prompts, range(n), [[]] * n, self.new_tokens, facts, [None] * n)
 
-    def score(self, batch, answers, logits, reference):
+    def score(self, batch, made, reference=None):
         if reference is None:
             raise ConfigError(
                 "facts_and_figures compares with the full cache's answers; run it by `kvlab run`, in an experiment file"
             )
         rows = []
-        for answer, full in zip(answers, reference):
+        for answer, full in zip(made.texts, reference.texts):
             wanted = self.facts(full)
             share = sum(holds(answer, fact) for fact in wanted) / len(wanted) if wanted else 1.0
             figures = {"facts": len(wanted), "correct": share == 1, "share": share}

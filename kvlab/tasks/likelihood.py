@@ -47,10 +47,10 @@ class Likelihood(Task):
         facts = [{"context": i, "document": name} for i, (name, _) in enumerate(chosen)]
         return Batch(prompts, range(len(chosen)), forced, self.continuation, facts, forced)
 
-    def score(self, batch, answers, logits, reference):
+    def score(self, batch, made, reference=None):
         rows = []
         for row, target in enumerate(batch.targets):
-            tokens = statistics.compare(logits[:-1, row], reference[:-1, row], target[1:])
+            tokens = statistics.compare(made.logits[:-1, row], reference.logits[:-1, row], target[1:])
             rows.append({k: v.tolist() for k, v in tokens.items()})
         return rows
 

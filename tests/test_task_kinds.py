@@ -337,7 +337,7 @@ def test_facts_are_numbers_names_and_rare_words(plain):
         "correct": True,
         "share": 1.0,
     }
-    with pytest.raises(ConfigError, match="needs the full cache's answers"):
+    with pytest.raises(ConfigError, match="compares with the full cache's answers; run it by"):
         task.score(batch, ["x"], None, None)
 
 

@@ -338,7 +338,7 @@ def test_facts_are_numbers_names_and_rare_words(plain):
         "correct": True,
         "share": 1.0,
     }
-    with pytest.raises(ConfigError, match="needs the full cache's answers"):
+    with pytest.raises(ConfigError, match="compares with the full cache's answers"):
         task.score(batch, Answers(["x"]))
 
 

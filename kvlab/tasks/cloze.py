@@ -9,7 +9,8 @@ from kvlab.tasks import text as source
 from kvlab.tasks.asked import Asked, ask, find, hide, steps
 from kvlab.tasks.base import Batch, check, generator
 
-WIDEST = 120  # characters that the words before a gap may take
+TRIES = 30
+Gap = tuple[int, int, int]  # characters at which the cue and the word begin, and at which the word ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +50,9 @@ class Cloze(Asked):
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
         rng = generator(seed, index)
-        longest = tokenizer.encode("\n\n" + "x" * WIDEST)
-        context, _ = hide(self, tokenizer, rng, [], [longest])
-        text = tokenizer.decode(context)
-        asked = self.chosen(text)
-        questions = [tokenizer.encode(f"\n\n{text[a:b].rstrip()}") for a, b, _ in asked]
+        context, text, found = self._text(tokenizer, rng)
+        asked = self.chosen(text, found)
+        questions = [question(tokenizer, text, gap) for gap in asked]
         targets = [text[b:c] for _, b, c in asked]
         spans = []
         for (a, _, c), target in zip(asked, targets):
@@ -63,11 +62,20 @@ class Cloze(Asked):
         prompts, rows, forced = ask(context, questions, self.known)
         return Batch(prompts, rows, forced, steps(forced, self.new_tokens), facts, targets, spans)
 
-    def chosen(self, text: str) -> list[tuple[int, int, int]]:
-        """The gaps, as characters at which the cue and the word begin and the word ends. Errors: ConfigError for too few."""
-        found = candidates(text, self.cue)
-        if len(found) < self.gaps:
-            raise ConfigError(f"cloze: {len(found)} words can be asked for in length={self.length}; lower gaps={self.gaps}")
+    def _text(self, tokenizer, rng) -> tuple[list[int], str, list[Gap]]:
+        """A context, its text and the gaps that could be in it. Licences hold lists and names too, so texts are drawn until one
+        has enough. Errors: ConfigError."""
+        longest = tokenizer.encode("\n\n" + " cue" * 3 * self.cue)  # cues that take more are left out
+        for _ in range(TRIES):
+            context, _ = hide(self, tokenizer, rng, [], [longest])
+            text = tokenizer.decode(context)
+            found = [gap for gap in candidates(text, self.cue) if len(question(tokenizer, text, gap)) <= len(longest)]
+            if len(found) >= self.gaps:
+                return context, text, found
+        raise ConfigError(f"cloze: {len(found)} words can be asked for in length={self.length}; lower gaps={self.gaps}")
+
+    def chosen(self, text: str, found: list[Gap]) -> list[Gap]:
+        """Those of the gaps that are asked for."""
         if self.depth is not None:
             place = self.depth * len(text)
             return sorted(sorted(found, key=lambda gap: abs(gap[1] - place))[: self.gaps])
@@ -77,16 +85,21 @@ class Cloze(Asked):
         return [min(found[a:b], key=rare) for a, b in zip(cuts, cuts[1:])]
 
 
-def candidates(text: str, cue: int) -> list[tuple[int, int, int]]:
-    """Words of five letters and more and numbers of two digits and more that stand once in a text, behind `cue` words of the same
-    paragraph that do so too: characters at which the cue and the word begin, and at which the word ends."""
+def question(tokenizer, text: str, gap: Gap) -> list[int]:
+    """The question for a gap."""
+    return tokenizer.encode(f"\n\n{text[gap[0] : gap[1]].rstrip()}")
+
+
+def candidates(text: str, cue: int) -> list[Gap]:
+    """Words of five letters and more and numbers of two digits and more that stand once in a text, behind `cue` words that
+    do so too, with single spaces or line breaks between them."""
     words = list(re.finditer(r"[^\W_]+", text))
     often = Counter(word[0].lower() for word in words)
     found = []
     for before, word in zip(words, words[cue:]):
         a, (b, c) = before.start(), word.span()
         alone = re.fullmatch(r"[A-Za-z]{5,}|[0-9]{2,}", word[0]) and often[word[0].lower()] == 1
-        plain = text[b - 1] == " " and b - a < WIDEST and not re.search(r"\s\s", text[a:b])
+        plain = text[b - 1] == " " and not re.search(r"\s\s", text[a:b])
         if alone and plain and text.count(text[a:b]) == 1:
             found.append((a, b, c))
     return found

@@ -76,7 +76,7 @@ class RepeatedCopy(Asked):
 
     def _stretch(self, tokenizer, rng, depth: float):
         """The same for words of the text whose first ones stand there once. Errors: ConfigError."""
-        longest = tokenizer.encode("\n\n" + "x" * 20 * CUE)  # what the question may take where it is known
+        longest = tokenizer.encode("\n\n" + " cue" * 3 * CUE)  # cues that take more are left out
         context, _ = hide(self, tokenizer, rng, [], [longest])
         text = tokenizer.decode(context)
         places = [m.start() for m in re.finditer(r"(?<!\S)\S", text)]

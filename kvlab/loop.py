@@ -43,7 +43,7 @@ class Steps(NamedTuple):
     """What n steps of B rows leave: the token sampled after each (−1 where a row had stopped), how many steps were taken
     before all rows had stopped, and what was watched (zeros after that).
 
-    logits `[n, B, V]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens, bound `[n, L, B, H]` (which limit
+    logits `[n, B, V]`, outputs (of attention) `[n, L, B, H, G, D]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens, bound `[n, L, B, H]` (which limit
     a selection met, see `kvlab.core.NO_BOUND`); followed `[n, L, B, H, W]`: what became of W tokens of each row (see
     `kvlab.reading.followed`). None if not watched.
     """
@@ -51,6 +51,7 @@ class Steps(NamedTuple):
     tokens_nB: Any
     taken: Any
     logits: Any = None
+    outputs: Any = None
     entropy: Any = None
     reads: Any = None
     bound: Any = None
@@ -147,7 +148,7 @@ def decode(
         i, state, out = carry
         live = ~state.done_B
         token = jnp.where(is_forced(state.fed_B), forced(state.fed_B), state.token_B)
-        x, caches, infos = _layers(config, model, policies, state.caches, token, state.pos_B, live)
+        x, caches, infos, outs = _layers(config, model, policies, state.caches, token, state.pos_B, live)
         logits = model.logits(x)
         first = () if how is None else state.first_BV.at[jnp.arange(B), token].min(jnp.where(live, state.pos_B, NEVER))
         sampled = draw(how, logits, first, state.key_B, state.pos_B + 1)
@@ -156,6 +157,7 @@ def decode(
         watched = {
             "tokens_nB": jnp.where(live, sampled, -1),
             "logits": logits,
+            "outputs": jnp.stack(outs),
             "entropy": jnp.stack([a.entropy_BHQ for a in infos]),
             "reads": jnp.stack([a.reads_BH for a in infos]),
             "bound": jnp.stack([a.bound_BH for a in infos]),
@@ -176,8 +178,8 @@ def decode(
 
 
 def _layers(config, model, policies, caches, token_B, pos_B, live_B):
-    """One token per row through the model: the last layer's output, the new caches and each layer's diagnostics."""
-    new, infos, shared = [], [], None
+    """One token per row through the model: the last layer's output, the new caches, and each layer's diagnostics and attention."""
+    new, infos, outs, shared = [], [], [], None
 
     def attend(layer, query, key, value, x):
         nonlocal shared
@@ -188,9 +190,10 @@ def _layers(config, model, policies, caches, token_B, pos_B, live_B):
         shared = done.shared
         new.append(done.cache)
         infos.append(done.info)
+        outs.append(done.out_BHQD)
         return done.out_BHQD
 
-    return model(token_B, pos_B, attend), tuple(new), infos
+    return model(token_B, pos_B, attend), tuple(new), infos, outs
 
 
 def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset, follow_BW) -> dict:
@@ -198,6 +201,7 @@ def _outputs(config: ModelConfig, n: int, B: int, watch: frozenset, follow_BW) -
     buffers = {
         "tokens_nB": lambda: jnp.full((n, B), -1, jnp.int32),
         "logits": lambda: jnp.zeros((n, B, V)),
+        "outputs": lambda: jnp.zeros((n, L, B, H, G, config.head_dim)),
         "entropy": lambda: jnp.zeros((n, L, B, H, G)),
         "reads": lambda: jnp.zeros((n, L, B, H), jnp.int32),
         "bound": lambda: jnp.zeros((n, L, B, H), jnp.int32),

@@ -3,6 +3,7 @@
 kvlab.results.load("results/quickstart")                  a row per sample
 kvlab.results.load("results/quickstart", "kept")          a row per (prompt, layer, KV head)
 kvlab.results.load("results/quickstart", "entropy")       a row per (sample, step, layer, query head)
+kvlab.results.load("results/quickstart", "drift")         a row per (sample, step, layer), where the task has likelihoods
 kvlab.results.load("results/quickstart", "cells")         a row per cell
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 from kvlab.errors import ResultsError, nearest
 from kvlab.experiment import store
 
-TABLES = ("samples", "kept", "entropy", "cells")
+TABLES = ("samples", "kept", "entropy", "drift", "cells")
 
 
 def load(folder: str | Path, table: str = "samples"):
@@ -24,6 +25,8 @@ def load(folder: str | Path, table: str = "samples"):
       kept_positions: `[L][H]` arrays of the prompt positions that the cache held once it was filled
       kept_tokens: the same as token strings
       entropy: array `[steps, L, H, G]` in nats, at the steps named by `entropy_steps`
+      drift_by_layer: array `[steps, L]`, how far attention's output is from the full cache's, relative to it; None where tasks do
+        not feed both the same tokens
 
     Errors: ResultsError if there is nothing to load.
     """
@@ -40,7 +43,7 @@ def load(folder: str | Path, table: str = "samples"):
         return pd.DataFrame(done)
     strings = _Strings()
     rows = [row for run in runs for row in _samples(run, strings)]
-    make = {"samples": lambda r: r, "kept": _kept, "entropy": _entropy}[table]
+    make = {"samples": lambda r: r, "kept": _kept, "entropy": _entropy, "drift": _drift}[table]
     return pd.DataFrame(make(rows))
 
 
@@ -72,6 +75,7 @@ def _samples(run: Path, strings: _Strings):
         batch = store.read_json(path)
         with np.load(path.with_suffix(".npz")) as arrays:  # never pickled: allow_pickle is off by default
             entropy, steps, kept, rows = (arrays[k] for k in ("entropy", "entropy_steps", "kept", "rows"))
+            drift = arrays.get("drift")
             prompts = [arrays[f"prompt_{i}"] for i in range(len(kept))]
         tokens = [strings.of(cell.model["name"], ids) for ids in prompts]
         held = [[[head[head >= 0] for head in layer] for layer in prompt] for prompt in kept]
@@ -81,6 +85,7 @@ def _samples(run: Path, strings: _Strings):
                 **base, "batch": int(path.stem), "sample": i, **row, "prompt": int(rows[i]),
                 "kept_positions": held[rows[i]], "kept_tokens": words[rows[i]],
                 "entropy_steps": steps, "entropy": entropy[:, :, i],
+                "drift_by_layer": None if drift is None else drift[:, :, i],
             }  # fmt: skip
 
 
@@ -108,3 +113,14 @@ def _entropy(samples):
                     "step": int(step), "layer": layer, "kv_head": kv_head, "query_head": query_head,
                     "entropy": float(s["entropy"][i, layer, kv_head, query_head]),
                 }  # fmt: skip
+
+
+def _drift(samples):
+    for s in samples:
+        if s["drift_by_layer"] is None:
+            continue
+        for step, layer in np.ndindex(s["drift_by_layer"].shape):
+            yield {
+                "policy": s["policy"], "task": s["task"], "seed": s["seed"], "batch": s["batch"], "sample": s["sample"],
+                "step": step, "layer": layer, "drift": float(s["drift_by_layer"][step, layer]),
+            }  # fmt: skip

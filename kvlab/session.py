@@ -18,7 +18,7 @@ from kvlab.policy import Policy
 from kvlab.sampling import Sampling
 from kvlab.sampling import keys as sampling_keys
 
-WATCHABLE = frozenset({"logits", "entropy", "reads", "bound"})
+WATCHABLE = frozenset({"logits", "outputs", "entropy", "reads", "bound"})
 CHUNK = 256  # tokens of a turn that go through the layers together
 
 
@@ -63,7 +63,7 @@ class Session:
         """Feeds n tokens per row in one jitted loop, which ends early once every row has stopped.
 
         Args:
-          watch: what to return besides tokens: "logits", "entropy", "reads", "bound".
+          watch: what to return besides tokens: "logits", "outputs" of attention, "entropy", "reads", "bound".
           follow: positions of tokens `[B, W]` (−1 for none); `Steps.followed` says what became of them.
         Errors: CapacityError before the loop when fewer than n tokens fit; the session stays usable.
         """

@@ -102,6 +102,9 @@ def test_a_check_of_a_tiny_model(on_tiny, tmp_path, monkeypatch, capsys):
     floor = by("noise floor", made.findings)
     assert abs(floor.figures["likelihood"]["difference"]) < 1e-4, "other blocks change rounding only"
     assert abs(by("likelihood", made.findings).figures["difference"]) > 10 * abs(floor.figures["likelihood"]["difference"])
+    drift = made.drift["window size 60 sinks 4"]
+    assert drift["mean"] > 100 * made.drift["A/A | prefill in blocks of 256"]["mean"] and made.drift["full"]["mean"] == 0
+    assert len(drift["by_layer"]) == 2 and len(drift["by_quarter"]) == 4
     assert by("worst case", made.findings).figures["clusters"] == 2
     monkeypatch.setattr(check, "check", lambda *args: made)
     with pytest.raises(SystemExit) as stop:

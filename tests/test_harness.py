@@ -82,6 +82,8 @@ def test_results_show_what_survived_and_in_which_words(on_tiny, tmp_path):
     assert "magic number" in "".join(text["kept_tokens"])
     entropy = kvlab.results.load(tmp_path / "small", "entropy")
     assert {"layer", "kv_head", "query_head", "step", "entropy"} <= set(entropy)
+    drift = kvlab.results.load(tmp_path / "small", "drift").groupby(["policy", "layer"])["drift"].mean().unstack("layer")
+    assert drift.shape == (3, 2) and (drift.loc["full"] == 0).all() and (drift.loc["window size 60 sinks 4"] > 0.01).all()
     assert len(kvlab.results.load(tmp_path / "small", "cells")) == 6
     with pytest.raises(ResultsError, match="holds no runs"):
         kvlab.results.load(tmp_path)

@@ -14,7 +14,7 @@ import msgspec
 
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.errors import ConfigError
-from kvlab.experiment import compare, config, judge, run, store
+from kvlab.experiment import compare, config, drift, judge, run, store
 from kvlab.experiment.judge import Finding
 
 CODE = {judge.PASS: 0, judge.FAIL: 1, judge.OPEN: 3}  # exit codes
@@ -25,14 +25,16 @@ AA_BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The outcome and what it rests on; `frame` is the experiment's table."""
+    """The outcome and what it rests on: findings, drift by policy (`kvlab.experiment.drift`), and the experiment's table."""
 
     outcome: str
     findings: list[Finding]
+    drift: dict[str, Any]
     frame: Any
 
     def as_json(self) -> dict[str, Any]:
-        return {"outcome": self.outcome, "findings": [dataclasses.asdict(each) for each in self.findings]}
+        findings = [dataclasses.asdict(each) for each in self.findings]
+        return {"outcome": self.outcome, "findings": findings, "drift": self.drift}
 
 
 def check(
@@ -57,7 +59,7 @@ def check(
     frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh)
     folder = run.folder(name, Path(out), smoke)
     findings = judged(cells, folder, experiment, subjects)
-    return Judgement(judge.outcome(findings), findings, frame)
+    return Judgement(judge.outcome(findings), findings, drift.figures(cells, folder), frame)
 
 
 def with_controls(cells: list[config.Cell]) -> list[config.Cell]:
@@ -115,6 +117,7 @@ def show(made: Judgement) -> None:
         table.add_row(each.rule, escape(each.policy), f"[{colours[each.outcome]}]{each.outcome}[/]", escape(each.text))
     console = Console(width=None if Console().is_terminal else 200)
     console.print(table)
+    console.print(drift.table(made.drift))
     console.print(f"[{colours[made.outcome]}]{made.outcome}[/]")
 
 

@@ -117,8 +117,11 @@ class Group:
         full = functools.cache(lambda: self._full(index, batch, prompt(PREFILL_BLOCK)))
         for each, policies in todo:
             made = decode(self.engine, prompt(each.cell.prefill_block), policies, batch, logits=self.task.compares_logits)
-            scores = self.task.score(batch, made.answers, reference)
+            scores = self.task.score(batch, made.answers, reference.answers if reference else None)
             rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
+            drift = made.drift(reference) if reference and not batch.sampling else None
+            if drift is not None:
+                rows = [{**row, "drift": float(mean)} for row, mean in zip(rows, drift.mean((0, 1)))]
             if batch.spans:
                 mine = compare.is_full(each.cell)
                 for i, row in enumerate(rows):
@@ -130,16 +133,17 @@ class Group:
                 "entropy_steps": made.entropy_steps,
                 "rows": np.array(batch.rows),
             }
+            arrays |= {} if drift is None else {"drift": drift}
             arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
             each.write(index, rows, arrays, made.timing)
             self.done(each.cell.label)
             compilation.relieve()
 
-    def _reference(self, batch: Batch, prompt: Callable[[int], Prefilled]) -> Answers | None:
+    def _reference(self, batch: Batch, prompt: Callable[[int], Prefilled]) -> "Decoded | None":
         """What the full fp32 cache gives, where the task compares with it."""
         if not (self.task.compares_logits or self.task.compares_answers):
             return None
-        return decode(self.engine, prompt(PREFILL_BLOCK), FULL, batch, logits=self.task.compares_logits).answers
+        return decode(self.engine, prompt(PREFILL_BLOCK), FULL, batch, logits=self.task.compares_logits)
 
     def _full(self, index: int, batch: Batch, prompt: Prefilled) -> list[bool]:
         """Which samples the full fp32 cache gets right: as a cell of the group has it, or else decoded for this."""
@@ -155,12 +159,21 @@ class Decoded:
     """One policy over one batch: answers, what was watched, and what each row of the results gets."""
 
     answers: Answers
+    outputs: np.ndarray | None  # of attention [steps, L, B, H · G · D], where logits are there too
     kept: np.ndarray  # [prompt, L, H, S] positions after the fill, −1 where none
     entropy: np.ndarray  # [steps kept, L, B, H, G]
     entropy_steps: np.ndarray
     row: dict[str, Any]
     reads: list[dict[str, float]]  # of each row of the results (see `reads.Reads.rows`, `causes.Followed.rows`)
     timing: dict[str, Any]
+
+    def drift(self, reference: "Decoded") -> np.ndarray | None:
+        """How far attention's output is from the full cache's, relative to it: `[steps, L, B]`, by layer and step; where both
+        were fed the same tokens. A layer's figure holds what came down from the layers before it."""
+        if self.outputs is None or reference.outputs is None:
+            return None
+        apart = np.linalg.norm(self.outputs - reference.outputs, axis=-1)
+        return apart / np.maximum(np.linalg.norm(reference.outputs, axis=-1), 1e-12)
 
 
 def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bool) -> Decoded:
@@ -170,10 +183,11 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
         prompt, policies, batch.new_tokens, batch.rows, batch.forced, engine.model.stops, batch.sampling, seeds
     )
     kept, footprint = snapshot(session, batch)
-    watch = ("entropy", *reads.WATCH, *(("logits",) if logits else ()))
+    watch = ("entropy", *reads.WATCH, *(("logits", "outputs") if logits else ()))
     seen_reads = reads.Reads(session, reads.planned(batch.new_tokens, ENTROPY_STEPS))
     answer = causes.Followed(engine.config, batch)
     seen_logits: list[np.ndarray] = []
+    seen_outputs: list[np.ndarray] = []
     seen_entropy: list[np.ndarray] = []
     while len(seen_entropy) < batch.new_tokens and not (session.done and seen_entropy):
         steps = session.run(1, watch, answer.positions)
@@ -182,11 +196,13 @@ def decode(engine: Engine, prompt: Prefilled, policies, batch: Batch, logits: bo
         seen_entropy.append(np.asarray(steps.entropy[0]))
         if logits:
             seen_logits.append(np.asarray(steps.logits[0]))
+            seen_outputs.append(np.asarray(steps.outputs[0]).reshape(*steps.outputs.shape[1:3], -1))
     chosen = np.unique(np.linspace(0, len(seen_entropy) - 1, ENTROPY_STEPS).round().astype(int))
     tokens = session.answers()
     texts = [engine.model.tokenizer.decode(ids) for ids in tokens]
     return Decoded(
         Answers(texts, tokens, np.stack(seen_logits) if logits else None),
+        np.stack(seen_outputs) if logits else None,
         kept,
         np.stack([seen_entropy[i] for i in chosen]).astype(np.float32),
         chosen,
@@ -241,7 +257,7 @@ def summarise(task: Task, each: store.Run, policies) -> dict[str, Any]:
         **{name: float(np.mean([r[name] for r in rows])) for name in memory_names},
         **{
             name: float(np.mean([r[name] for r in rows]))
-            for name in (*reads.COLUMNS, *causes.COLUMNS)
+            for name in (*reads.COLUMNS, *causes.COLUMNS, "drift")
             if all(name in r for r in rows)
         },
         "tokens_per_s": float(samples / steps.sum()),

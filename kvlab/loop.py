@@ -43,9 +43,9 @@ class Steps(NamedTuple):
     """What n steps of B rows leave: the token sampled after each (−1 where a row had stopped), how many steps were taken
     before all rows had stopped, and what was watched (zeros after that).
 
-    logits `[n, B, V]`, outputs (of attention) `[n, L, B, H, G, D]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in tokens, bound `[n, L, B, H]` (which limit
-    a selection met, see `kvlab.core.NO_BOUND`); followed `[n, L, B, H, W]`: what became of W tokens of each row (see
-    `kvlab.reading.followed`). None if not watched.
+    logits `[n, B, V]`, outputs (of attention) `[n, L, B, H, G, D]`, entropy `[n, L, B, H, G]` in nats, reads `[n, L, B, H]` in
+    tokens, bound `[n, L, B, H]` (which limit a selection met, see `kvlab.core.NO_BOUND`); followed `[n, L, B, H, W]`: what
+    became of W tokens of each row (see `kvlab.reading.followed`). None if not watched.
     """
 
     tokens_nB: Any

@@ -11,6 +11,7 @@ import pytest
 
 from kvlab.errors import ConfigError
 from kvlab.tasks import TASKS, Answers
+from kvlab.experiment import config
 from kvlab.tasks.mqar import WORDS
 from tests.tools import Bytes
 
@@ -119,6 +120,13 @@ def test_every_task_is_tried():
     assert set(SPECS) == set(TASKS) and all(
         "context    " in task.__doc__ or "prompt    " in task.__doc__ for task in TASKS.values()
     )
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_an_experiment_has_them_all_but_those_that_need_another_model_or_a_file(smoke):
+    _, experiment = config.read(Path(__file__).parents[1] / "experiments" / "tasks.toml")
+    cells = config.expand(experiment, smoke=smoke)
+    assert {cell.task["name"] for cell in cells} == set(TASKS) - {"mqar", "jsonl"}
 
 
 @pytest.mark.parametrize("name", TASKS)

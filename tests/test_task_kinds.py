@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 import kvlab
 from kvlab.errors import ConfigError, ResultsError
 from kvlab.experiment import causes
-from kvlab.models import chat
+from kvlab.models import chat, load
 from kvlab.tasks import (
     Answers,
     Cloze,
@@ -270,6 +272,14 @@ def test_a_conversation_is_in_the_words_of_the_models_template(plain):
         assert Bytes().decode(batch.prompts[0][first:end]) == number
     forced_plain = dataclasses.replace(task, plain=True)
     assert forced_plain.batch(0, 0, Chatty()).prompts == task.batch(0, 0, Bytes()).prompts
+
+
+def test_a_tokenizer_brings_its_models_template(tmp_path):
+    folder = Path(kvlab.__file__).parent / "models" / "tiny_recall"
+    assert load(str(folder)).tokenizer.render is None
+    shutil.copytree(folder, tmp_path / "chatty")
+    (tmp_path / "chatty" / "chat_template.jinja").write_text(TEMPLATE)
+    assert load(str(tmp_path / "chatty")).tokenizer.render([{"role": "user", "content": "k1"}]) == "<user>k1</>\n<assistant>\n"
 
 
 # -------------------------------------------------------------------------------------------------- files of one's own

@@ -102,6 +102,7 @@ def as_file(path, **changes):
         (changed(stages=[]), "stages: there are none"),
         (changed(stages=[{**SMALL["stages"][0], "steps": 0}]), "stages.0.steps = 0; allowed: more than 0"),
         (changed(stages=[{**SMALL["stages"][0], "length": 62}]), "exceed model.context=64"),
+        (changed(evaluate=[{"known": True}]), "evaluate: known = true; here keys are asked for"),
         (changed(evaluate=[{"lenght": 3}]), "evaluate: mqar has no option 'lenght'; did you mean 'length'"),
         (changed(optimiser={"warmup": 16}), "warmup = 16; allowed: 0 … 15"),
         (changed(model={**SMALL["model"], "heads": 3, "kv_heads": 2}), "multiple of kv_heads"),

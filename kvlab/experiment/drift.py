@@ -38,7 +38,9 @@ def table(drifts: dict[str, dict[str, Any]]):
 
     if not drifts:
         return None
-    made = Table(title="drift", caption="of attention's output from the full cache's, relative to it; quarters of the continuation")
+    made = Table(
+        title="drift", caption="of attention's output from the full cache's, relative to it; quarters of the continuation"
+    )
     for column in ("policy", "mean", "most, in layer", "quarters"):
         made.add_column(column, justify="left" if column == "policy" else "right")
     for label, each in drifts.items():

@@ -86,7 +86,9 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ModelConfig(vocab=len(WORDS), **msgspec.structs.asdict(self.model))
 
     def tasks(self) -> list[Mqar]:
-        """What is evaluated at the end."""
+        """What is evaluated at the end. Errors: ConfigError."""
+        if any(table.get("known") for table in self.evaluate):
+            raise ConfigError("evaluate: known = true; here keys are asked for once the cache is filled, leave it out")
         return [parts.build({"name": "mqar", **table}, TASKS, "evaluate") for table in self.evaluate]
 
     def stage(self, step: int) -> tuple[int, Stage]:

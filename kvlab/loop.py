@@ -178,7 +178,7 @@ def decode(
 
 
 def _layers(config, model, policies, caches, token_B, pos_B, live_B):
-    """One token per row through the model: the last layer's output, the new caches, and each layer's diagnostics and attention."""
+    """One token per row through the model: the last layer's output, the new caches, each layer's diagnostics and attention."""
     new, infos, outs, shared = [], [], [], None
 
     def attend(layer, query, key, value, x):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvlab.errors import ConfigError
-from kvlab.tasks import TASKS, Answers
 from kvlab.experiment import config
+from kvlab.tasks import TASKS, Answers
 from kvlab.tasks.mqar import WORDS
 from tests.tools import Bytes
 

@@ -7,6 +7,7 @@ from kvlab.retention.duoattention import DuoAttention
 from kvlab.retention.expected_attention import ExpectedAttention
 from kvlab.retention.gated import Gated
 from kvlab.retention.h2o import H2O
+from kvlab.retention.head_budgets import HeadBudgets
 from kvlab.retention.keep_all import KeepAll
 from kvlab.retention.key_norm import KeyNorm
 from kvlab.retention.keydiff import KeyDiff
@@ -25,5 +26,6 @@ RETENTIONS = {
     "keep_all": KeepAll, "window": Window, "random": Random, "key_norm": KeyNorm, "keydiff": KeyDiff, "lagkv": LagKV,
     "h2o": H2O, "tova": TOVA, "snapkv": SnapKV, "pyramidkv": PyramidKV, "observed_attention": ObservedAttention,
     "expected_attention": ExpectedAttention, "q_filters": QFilters, "kvzip": KVzip, "gated": Gated,
-    "duoattention": DuoAttention, "protect": Protect, "adakv": AdaKV, "chunkkv": ChunkKV, "criticalkv": CriticalKV,
+    "duoattention": DuoAttention, "protect": Protect, "adakv": AdaKV, "head_budgets": HeadBudgets,
+    "chunkkv": ChunkKV, "criticalkv": CriticalKV,
 }  # fmt: skip

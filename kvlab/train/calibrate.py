@@ -1,5 +1,5 @@
-"""What heads do, measured once for each model: where their queries point (for the retention `q_filters`), and how much they
-attend to that is far away (for `duoattention`)."""
+"""What heads do, measured once for each model: where their queries point (for the retention `q_filters`), how much they attend
+to that is far away (for `duoattention`), and how many tokens they need of what all heads keep (for `head_budgets`)."""
 
 import functools
 import json
@@ -15,7 +15,9 @@ from kvlab import attention, compilation, models
 from kvlab.models import Model
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
+from kvlab.retention.head_budgets import KEPT
 from kvlab.tasks import text as texts
+from kvlab.train import targets
 from kvlab.train.gate import record
 from kvlab.train.gate.config import Data
 
@@ -79,6 +81,22 @@ def profile(model: Model, contexts: Sequence[Sequence[int]]) -> np.ndarray:
     return np.mean([far(model.config, model.params, jnp.asarray([ids])) for ids in twice], 0).astype(np.float32)
 
 
+def budgets(model: Model, contexts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Float32 `[K, L, H]`: what share of each head's tokens lies above the threshold that keeps a share `KEPT[k]` of all heads'.
+
+    By the importance that a replay of each text gives them (`kvlab.train.targets.replayed`). Layers with a local window take no
+    part and keep the same share as all.
+    """
+    wide = np.array([model.config.window(layer) is None for layer in range(model.config.layers)])
+    made = []
+    for ids in contexts:
+        importance = targets.replayed(model, ids)
+        least = np.quantile(importance[wide], 1 - np.array(KEPT), axis=None)
+        share = np.stack([(importance > x).mean(-1) for x in least])
+        made.append(np.where(wide[:, None], share, np.reshape(KEPT, (-1, 1, 1))))
+    return np.mean(made, 0).astype(np.float32)
+
+
 def save(found: dict[str, np.ndarray], path: str | Path, about: dict[str, Any]) -> None:
     """Writes the arrays, and in the header what they were made from; whole or not at all."""
     from safetensors.numpy import save
@@ -92,11 +110,12 @@ def save(found: dict[str, np.ndarray], path: str | Path, about: dict[str, Any]) 
 
 
 def calibrate(model: str, text: str, contexts: int, length: int, path: str | Path) -> dict[str, Any]:
-    """Makes a model's filters and profile from a text (`kvlab.tasks.text`) and writes them; returns the file's header."""
+    """Writes a model's filters, profile and budgets, made from a text (`kvlab.tasks.text`); returns the file's header."""
     compilation.use_private_cache()
     data, loaded = Data(contexts, (text,), length=length), models.load(model)
     ids = [record.prompt(data, loaded.tokenizer, index) for index in range(contexts)]
     made = {"model": model, "digest": loaded.digest, "text": text, "text_digest": texts.digest(text)}
     about = {**made, "contexts": contexts, "length": length}
-    save({"filters": directions(loaded, ids), "profile": profile(loaded, ids)}, path, about)
+    found = {"filters": directions(loaded, ids), "profile": profile(loaded, ids), "budgets": budgets(loaded, ids)}
+    save(found, path, about)
     return about

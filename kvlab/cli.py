@@ -285,6 +285,28 @@ def parity(
     write_json(json_, module.main(model, method, table))
 
 
+@bench.command()
+def beside(
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    method: Annotated[list[str], typer.Option(help="A retention, such as snapkv; all by default. May be repeated.")] = [],  # noqa: B006
+    ratio: Annotated[list[float], typer.Option(help="Share of the context that is removed. May be repeated.")] = [0.5],  # noqa: B006
+    length: Annotated[int, typer.Option(help="Tokens of a context.")] = 2048,
+    contexts: Annotated[int, typer.Option(help="Contexts with needles.")] = 4,
+    needles: Annotated[int, typer.Option(help="Needles, and so questions, of each context.")] = 10,
+    documents: Annotated[int, typer.Option(help="Documents whose likelihood is compared; 0 for none.")] = 4,
+    known: Annotated[bool, typer.Option(help="Also with the question known, for tova and snapkv.")] = True,
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 1,
+    table: Annotated[Path | None, typer.Option(help="Where to write the rows, as Markdown.")] = None,
+    json_: Json = None,
+) -> None:
+    """Answers, likelihood and time beside kvpress's own pipeline on the same prompts (needs the extra 'peers')."""
+    from kvlab.bench import beside as module
+    from kvlab.tasks import Needle
+
+    task = Needle(length=length, contexts=contexts, needles=needles)
+    write_json(json_, module.main(model, method, ratio, task, documents, known, pairs, table))
+
+
 def main() -> None:
     try:
         app()

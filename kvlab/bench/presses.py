@@ -66,7 +66,7 @@ def prefill(name: str, ids: list[int]) -> Prompted:
     return Prompted(model, ids, layers, cache)
 
 
-def press(name: str, ratio: float, filters) -> Any:
+def press(name: str, ratio: float, filters=None) -> Any:
     """kvpress's counterpart of a method, at a ratio; `filters [L, H, D]` are what Q-filters go by."""
     import kvpress
     import torch
@@ -91,6 +91,7 @@ def press(name: str, ratio: float, filters) -> Any:
         "chunkkv(key_norm)": lambda: kvpress.ChunkKVPress(kvpress.KnormPress(ratio)),
         "q_filters": q_filters,
         "expected_attention": lambda: kvpress.ExpectedAttentionPress(ratio),
+        "adakv(expected_attention)": lambda: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio)),
         "criticalkv(key_norm)": lambda: kvpress.CriticalKVPress(kvpress.KnormPress(ratio)),
         "criticalkv(snapkv)": lambda: kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio)),
         "snapkv": lambda: kvpress.SnapKVPress(ratio),
@@ -136,23 +137,39 @@ def _found(old_TD, new_RD):
     return mask
 
 
-class _Words:
-    """A kvlab tokenizer as kvpress calls one."""
+class Words:
+    """A kvlab tokenizer as kvpress calls one: without a chat template, and `stops` are not text."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    chat_template, model_max_length = None, 1 << 30
+
+    def __init__(self, tokenizer, stops=()):
+        self.tokenizer, self.stops = tokenizer, stops
 
     def encode(self, text, return_tensors="pt", add_special_tokens=False):
         import torch
 
         return torch.tensor([self.tokenizer.encode(text)])
 
+    def decode(self, ids, skip_special_tokens=True):
+        return self.tokenizer.decode([i for i in ids.tolist() if i not in self.stops])
 
-def replayed(press, at: Prompted, tokenizer):
-    """As `kept` for KVzip: what its masks leave, and the scores of its replay before it pins the first tokens.
+
+def replays(press) -> bool:
+    return hasattr(press, "_perform_kvzip_compression")
+
+
+def replay(press, model, ids, cache, words: Words) -> None:
+    """KVzip's passes over a prompt `[1, T]` that lies in the cache; what it drops, its layers mask from then on.
 
     Its own entry point wants a chat template; what follows is that without one.
     """
+    press.prefix_length, press._suffix_ids = 0, words.encode(END)
+    press._context_ids, press._cache = ids, cache
+    press._perform_kvzip_compression(model, words)
+
+
+def replayed(press, at: Prompted, tokenizer):
+    """As `kept` for KVzip: what its masks leave, and the scores of its replay before it pins the first tokens."""
     import torch
 
     found: list[Any] = []
@@ -163,10 +180,8 @@ def replayed(press, at: Prompted, tokenizer):
         original(model)
 
     press.compress_post = compress_post
-    press.prefix_length, press._suffix_ids = 0, _Words(tokenizer).encode(END)
-    press._context_ids, press._cache = torch.tensor([at.ids]), at.cache
     with _attention(at.model, "sdpa"):
-        press._perform_kvzip_compression(at.model, _Words(tokenizer))
+        replay(press, at.model, torch.tensor([at.ids]), at.cache, Words(tokenizer))
     scores = found[0][:, 0].numpy()
     mask = np.ones(scores.shape, bool)
     for layer, module in enumerate(modules):

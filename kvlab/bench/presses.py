@@ -4,6 +4,7 @@ Masks are `[L, H, T]`, True where a token stays; scores have the same shape.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,15 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.2,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
+LOCAL = {
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 
 
 class Prompted(NamedTuple):
-    """transformers' model after one prefill: what each layer's attention hands a press, and the cache."""
+    """transformers' model after one prefill: what each layer's attention hands a press (local layers left out), and the cache."""
 
     model: Any
     ids: list[int]
@@ -31,14 +37,19 @@ class Prompted(NamedTuple):
 
 
 def tiny(family: str, folder: Path) -> None:
-    """A random model of a family ("Llama", "Qwen2") as a folder that both sides load; its tokens are bytes."""
+    """A random model of a family ("Llama", "Qwen2", "Gemma3") as a folder that both sides load; its tokens are bytes."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    text = {"Gemma3": "Gemma3Text"}.get(family, family)
+    config = getattr(transformers, f"{text}Config")(**SMALL, **(LOCAL if text != family else {}))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, value in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):  # or all keys would be of one length
+            torch.nn.init.normal_(value, std=0.3)
+    model.save_pretrained(folder)
     made = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -46,7 +57,10 @@ def tiny(family: str, folder: Path) -> None:
 
 
 def prefill(name: str, ids: list[int]) -> Prompted:
-    """One pass with eager attention, which some presses look at. Errors: KvlabError without the extra."""
+    """One pass with eager attention, which some presses look at. Errors: KvlabError without the extra.
+
+    kvpress spares a model's local layers only where the model's class is one that it knows; here they never come to a press.
+    """
     model = peers.load(name)
     import torch
     from kvpress.presses.base_press import BasePress
@@ -56,14 +70,26 @@ def prefill(name: str, ids: list[int]) -> Prompted:
 
     class Watch(BasePress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            layers.append((module, hidden_states, keys, values, attentions, kwargs))
+            if not getattr(module, "is_sliding", False):
+                layers.append((module, hidden_states, keys, values, attentions, kwargs))
             return keys, values
 
     model.set_attn_implementation("eager")
     cache = DynamicCache()
     with Watch()(model):
         model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    if len(layers) < model.config.num_hidden_layers:
+        _alone(model, [module for module, *_ in layers])
     return Prompted(model, ids, layers, cache)
+
+
+def _alone(model, modules: list[Any]) -> None:
+    """Lets presses see a model of these layers alone: numbered among themselves, their kind's rotary embedding the only one."""
+    model.config.num_hidden_layers = len(modules)
+    for number, module in enumerate(modules):
+        module.layer_idx = number
+        rotary = functools.partial(module._modules.pop("rotary_emb"), layer_type=module.layer_type)
+        module.rotary_emb = rotary
 
 
 def press(name: str, ratio: float, filters=None) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvlab import models, parts
 from kvlab.bench import presses
-from kvlab.bench.reasons import SINKS, Case, Pair, chunks, halves, replays, tie
+from kvlab.bench.reasons import SINKS, Case, Pair, chunks, constant, halves, replays, tie
 from kvlab.codec import Raw
 from kvlab.core import kept
 from kvlab.decode import Engine, budgets, needs, per_layer
@@ -77,9 +77,10 @@ def ours(method: str, ratio: float, case: Case) -> np.ndarray:
 
 Rule = Callable[[Pair], str]
 METHODS: dict[str, Rule | None] = {
-    "window": None, "key_norm": None, "keydiff": None, "lagkv": None, "chunkkv(key_norm)": chunks, "q_filters": None,
-    "expected_attention": None, "criticalkv(key_norm)": halves, "criticalkv(snapkv)": None, "snapkv": None, "tova": None,
-    "observed_attention": None, "h2o": None, "kvzip": replays, "pyramidkv": None,
+    "window": None, "key_norm": None, "keydiff": None, "lagkv": lambda pair: constant(pair) or rounding("lagkv", pair),
+    "chunkkv(key_norm)": chunks, "q_filters": None, "expected_attention": None, "criticalkv(key_norm)": halves,
+    "criticalkv(snapkv)": None, "snapkv": None, "tova": None, "observed_attention": None, "h2o": None, "kvzip": replays,
+    "pyramidkv": None,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from kvlab.decode import Prefilled
 from kvlab.models import Model
 
 TIE = 1e-5
-CHUNK, SINKS = 20, 4
+CHUNK, SINKS, LAG = 20, 4, 128
 
 
 class Case(NamedTuple):
@@ -76,6 +76,27 @@ def chunks(pair: Pair) -> str:
     if not ((pair.theirs == (rank < whole)).all() and (pair.ours == budget).all()):
         return ""
     return f"kvpress keeps {whole} whole chunks of {CHUNK}, kvlab {number} tokens, {number % CHUNK} of them of one more chunk"
+
+
+def constant(pair: Pair) -> str:
+    """Of LagKV: where a channel is constant over the next partition, kvpress divides by its width 0 and ranks what is no number.
+
+    Only there, or in ties at the cut, may the two differ; ranks are shares of a partition, so the others keep their own.
+    """
+    partitions = (pair.length - SINKS) // LAG
+    flat = np.zeros((*pair.ours.shape[:2], partitions), bool)
+    for layer, (_, _, *both, _, _) in enumerate(pair.case.theirs.layers):
+        for x in both:
+            inside = x[0, :, SINKS : SINKS + partitions * LAG].numpy()
+            inside = inside.reshape(len(inside), partitions, LAG, -1)
+            flat[layer, :, :-1] |= (np.ptp(inside, 2) == 0).any(-1)[:, 1:]
+    spoilt = np.zeros(pair.ours.shape, bool)
+    spoilt[..., SINKS : SINKS + partitions * LAG] = flat.repeat(LAG, -1)
+    cut = np.where(pair.theirs, pair.scores, np.inf).min(-1, keepdims=True)
+    if ((pair.ours != pair.theirs) & ~spoilt & ~(np.abs(pair.scores - cut) <= TIE * np.abs(cut))).any():
+        return ""
+    heads = (pair.ours != pair.theirs) & spoilt
+    return f"kvpress divides by 0 in {heads.any(-1).sum()} of {heads[..., 0].size} heads: a channel is constant over 128 tokens"
 
 
 def halves(pair: Pair) -> str:

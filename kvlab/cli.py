@@ -15,6 +15,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests 
 app.add_typer(bench, name="bench")
 
 QUICKSTART = Path("experiments/quickstart.toml")
+ON_BOTH_SIDES = ["tiny-llama", "tiny-qwen2", "tiny-gemma3", "smollm2-135m"]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 
@@ -274,7 +275,7 @@ def recall(
 
 @bench.command()
 def parity(
-    model: Annotated[list[str], typer.Option(help="May be repeated.")] = ["tiny-llama", "tiny-qwen2", "smollm2-135m"],  # noqa: B006
+    model: Annotated[list[str], typer.Option(help="May be repeated.")] = ON_BOTH_SIDES,
     method: Annotated[list[str], typer.Option(help="A retention, such as snapkv; all by default. May be repeated.")] = [],  # noqa: B006
     table: Annotated[Path | None, typer.Option(help="Where to write a table per method, as Markdown.")] = None,
     json_: Json = None,

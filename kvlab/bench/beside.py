@@ -19,64 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from kvlab import compilation, models, parts
+from kvlab import compilation
 from kvlab.bench import parity, rows
 from kvlab.bench.pipeline import Pipeline
 from kvlab.bench.rows import Found
-from kvlab.core import PAGE
-from kvlab.decode import Engine, Prefilled, needs
+from kvlab.bench.side import REPLAYS, Ours
 from kvlab.errors import ConfigError, nearest
 from kvlab.evaluate import logits as statistics
 from kvlab.experiment.store import write_text
-from kvlab.policy import Policy
-from kvlab.session import Session
 from kvlab.tasks import Batch, Likelihood, Needle
 
 METHODS = ("window", "tova", "expected_attention", "keydiff", "key_norm", "lagkv", "snapkv", "adakv(expected_attention)", "kvzip")
 KNOWN = ("tova", "snapkv")
-REPLAYS = ("kvzip",)
 SEED = 0
-
-
-def policy(method: str, ratio: float, batch: Batch) -> Policy:
-    """A method that compresses the prompts of a batch and keeps what comes afterwards, token by token."""
-    longest = max(map(len, batch.prompts))
-    inner = {"name": "window", "sinks": 4} if method == "window" else parity.retention(method, ratio, longest, "")
-    room = -(-batch.new_tokens // PAGE) * PAGE  # in pages, so that batches with other questions share their programs
-    once = {"name": "kvlab.bench.once:Once", "inner": inner, "ratio": ratio, "room": room, "length": longest}
-    return parts.policy({"retention": once})
-
-
-class Ours:
-    """kvlab's side, timed."""
-
-    def __init__(self, name: str):
-        self.engine = Engine(models.load(name))
-
-    def prefill(self, batch: Batch, methods: list[str]) -> Prefilled:
-        return self.engine.prefill(batch.prompts, needs([policy(method, 0.5, batch) for method in methods]))
-
-    def answers(self, prompt: Prefilled, method: str, ratio: float, batch: Batch, new_tokens: int) -> tuple[list[str], float]:
-        """The greedy answer of each sample, and seconds; of the prefill only a replay, for the method that needs it."""
-        begin = time.perf_counter()
-        session = self._start(prompt, method, ratio, batch)
-        for _ in range(max(map(len, batch.forced)) - 1 + new_tokens):
-            session.run(1)
-        seconds = time.perf_counter() - begin + (prompt.replay_seconds if method in REPLAYS else 0.0)
-        return [self.engine.model.tokenizer.decode(ids[:new_tokens]) for ids in session.answers()], seconds
-
-    def logits(self, prompt: Prefilled, method: str, ratio: float, batch: Batch) -> tuple[np.ndarray, float]:
-        """Logits `[steps, B, V]` of what follows each prompt, and seconds without the prefill."""
-        begin = time.perf_counter()
-        session = self._start(prompt, method, ratio, batch)
-        steps = [np.asarray(session.run(1, ("logits",)).logits[0]) for _ in range(batch.new_tokens)]
-        return np.stack(steps), time.perf_counter() - begin
-
-    def _start(self, prompt: Prefilled, method: str, ratio: float, batch: Batch) -> Session:
-        made = policy(method, ratio, batch)
-        return self.engine.start(prompt, made, batch.new_tokens, batch.rows, batch.forced, self.engine.model.stops)
 
 
 def last_apart(batch: Batch) -> Batch:
@@ -107,6 +63,7 @@ def ask(ours: Ours, theirs: Pipeline, task: Needle, found: list[Found], pairs: i
                 each.texts[side] += texts
                 each.hits[side] += [score["correct"] for score in task.score(batch, texts, None, None)]
             each.context += [context] * len(batch.rows)
+            each.prompt += [batch.prompts[row] for row in batch.rows]
             _tell(each)
         compilation.relieve()
     return prefill
@@ -127,10 +84,8 @@ def read_on(ours: Ours, theirs: Pipeline, task: Likelihood, found: list[Found]) 
     batch = task.batch(0, SEED, ours.engine.model.tokenizer)
     prompt = ours.prefill(batch, [each.method for each in found])
     for each in found:
-        other, seconds = theirs.logits(each.method, each.ratio, batch)
-        each.nll_seconds["kvpress"].append(seconds)
-        mine, seconds = ours.logits(prompt, each.method, each.ratio, batch)
-        each.nll_seconds["kvlab"].append(seconds)
+        mine = ours.logits(prompt, each.method, each.ratio, batch)
+        other = theirs.logits(each.method, each.ratio, batch)
         for i, target in enumerate(batch.targets):
             tokens = statistics.compare(mine[:-1, i], other[:-1, i], target[1:])
             each.nll["kvlab"] += tokens["nll"].tolist()
@@ -142,6 +97,17 @@ def read_on(ours: Ours, theirs: Pipeline, task: Likelihood, found: list[Found]) 
 def _tell(each: Found) -> None:
     hits = ", ".join(f"{side} {sum(each.hits[side])} hits in {sum(each.seconds[side]):.1f} s" for side in rows.SIDES)
     print(f"{each.method:26} {each.question:8} {each.ratio:.2f}  {hits} of {len(each.context)}", flush=True)
+
+
+def why(model: str, found: Found, agree: bool) -> str:
+    """How what the two keep of a prompt differs, one whose answers do if there is one; "" where nothing explains that."""
+    if found.method not in parity.METHODS or (agree and found.differs() is None):
+        return ""
+    ids = found.prompt[found.differs() or 0]
+    with tempfile.TemporaryDirectory() as scratch:
+        case = parity.prepare(model, model, lambda _: ids, [found.method], Path(scratch) / "filters.safetensors")
+        kept = parity.compare(found.method, found.ratio, case)
+    return "the same tokens stay" if kept["agree"] and agree else kept["reason"]
 
 
 class Compilations:
@@ -191,6 +157,8 @@ def main(
         if seen:
             figures["known"] = rows.totals(seen, ask(ours, theirs, dataclasses.replace(task, known=True), seen, pairs))
     made = [rows.row(each) for each in (*unseen, *seen)]
+    made = [{**row, "reason": why(model, each, row["agree"])} for each, row in zip((*unseen, *seen), made)]
+    print({name: round(value, 3) for name, value in figures["unknown"].items()})
     if table is not None:
         write_text(table, rows.as_markdown(made))
     return {**figures, "rows": made}

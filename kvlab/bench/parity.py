@@ -140,7 +140,8 @@ def prepare(name: str, folder: str, ids: Callable[[Model], list[int]], methods: 
     asked = needs([Policy(x, Raw(), Contiguous(), ReadAll()) for x in retentions])
     made = Engine(model).prefill([prompt], asked)
     made = made._replace(records=tuple(made.records[layer] for layer in layers))
-    return Case(name, model, made, presses.prefill(folder, prompt), filters[layers], str(file))
+    theirs = presses.prefill(folder, prompt, "eager" if set(methods) & set(EAGER) else "sdpa")
+    return Case(name, model, made, theirs, filters[layers], str(file))
 
 
 def licences(model: Model) -> list[int]:

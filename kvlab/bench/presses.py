@@ -56,8 +56,8 @@ def tiny(family: str, folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
-def prefill(name: str, ids: list[int]) -> Prompted:
-    """One pass with eager attention, which some presses look at. Errors: KvlabError without the extra.
+def prefill(name: str, ids: list[int], attention: str = "eager") -> Prompted:
+    """One pass; some presses look at the attention that only "eager" gives. Errors: KvlabError without the extra.
 
     kvpress spares a model's local layers only where the model's class is one that it knows; here they never come to a press.
     """
@@ -74,7 +74,7 @@ def prefill(name: str, ids: list[int]) -> Prompted:
                 layers.append((module, hidden_states, keys, values, attentions, kwargs))
             return keys, values
 
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(attention)
     cache = DynamicCache()
     with Watch()(model):
         model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)

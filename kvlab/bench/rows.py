@@ -17,27 +17,27 @@ class Found:
     """One method at a ratio, and whether it saw the questions; the rest is filled in context by context.
 
     Attributes:
-      texts, hits: an answer and whether it is right, per side and question; `context` is that of each question.
+      texts, hits: an answer and whether it is right, per side and question.
+      context, prompt: of each question, its context's number and the tokens that were compressed.
       nll: nats of each token, per side; `document` is that of each token.
       seconds: per side, of each context and repetition; prefill is in kvpress's and is not in kvlab's, which shares it.
-      nll_seconds: the same, of all documents together.
     """
 
     method: str
     ratio: float
     question: str
     context: list[int] = dataclasses.field(default_factory=list)
+    prompt: list[list[int]] = dataclasses.field(default_factory=list)
     document: list[int] = dataclasses.field(default_factory=list)
     texts: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {side: [] for side in SIDES})
     hits: dict[str, list[bool]] = dataclasses.field(default_factory=lambda: {side: [] for side in SIDES})
     nll: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {side: [] for side in SIDES})
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {side: [] for side in SIDES})
-    nll_seconds: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {side: [] for side in SIDES})
 
-    def differ(self) -> list[int]:
-        """Contexts of which an answer differs."""
-        both = zip(self.context, self.texts["kvlab"], self.texts["kvpress"])
-        return sorted({context for context, mine, other in both if mine != other})
+    def differs(self) -> int | None:
+        """The first question whose answers differ."""
+        both = zip(self.texts["kvlab"], self.texts["kvpress"])
+        return next((i for i, (mine, other) in enumerate(both) if mine != other), None)
 
 
 def row(found: Found) -> dict[str, Any]:
@@ -54,8 +54,7 @@ def row(found: Found) -> dict[str, Any]:
         made |= {"nll_difference": nll.value, "nll_low": nll.low, "nll_high": nll.high}
         agree &= nll.low <= 0 <= nll.high or abs(nll.value) <= ROUNDING
     made |= {"agree": bool(agree), "reason": ""}
-    made |= {f"seconds_{side}": total(found.seconds[side], len(set(found.context))) for side in SIDES}
-    return made | {f"nll_seconds_{side}": sum(found.nll_seconds[side]) for side in SIDES if found.document}
+    return made | {f"seconds_{side}": total(found.seconds[side], len(set(found.context))) for side in SIDES}
 
 
 def total(seconds: Sequence[float], contexts: int) -> float:

@@ -87,7 +87,7 @@ def constant(pair: Pair) -> str:
     flat = np.zeros((*pair.ours.shape[:2], partitions), bool)
     for layer, (_, _, *both, _, _) in enumerate(pair.case.theirs.layers):
         for x in both:
-            inside = x[0, :, SINKS : SINKS + partitions * LAG].numpy()
+            inside = np.asarray(x[0, :, SINKS : SINKS + partitions * LAG])
             inside = inside.reshape(len(inside), partitions, LAG, -1)
             flat[layer, :, :-1] |= (np.ptp(inside, 2) == 0).any(-1)[:, 1:]
     spoilt = np.zeros(pair.ours.shape, bool)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from kvlab import models, parts
-from kvlab.bench import presses
+from kvlab.bench import kvzip, presses
 from kvlab.bench.reasons import SINKS, Case, Pair, chunks, constant, halves, replays, tie
 from kvlab.codec import Raw
 from kvlab.core import kept
@@ -114,7 +114,7 @@ def compare(method: str, ratio: float, case: Case) -> dict[str, Any]:
     """One row of the table; `reason` is empty where the two agree, or where nothing explains how they differ."""
     press, rule = presses.press(method, ratio, case.filters), METHODS[method]
     if method == "kvzip":
-        theirs, scores = presses.replayed(press, case.theirs, case.model.tokenizer)
+        theirs, scores = kvzip.replayed(press, case.theirs, case.model.tokenizer)
     else:
         theirs, scores = presses.kept(press, case.theirs, method in EAGER)
     pair = Pair(case, ratio, ours(method, ratio, case), theirs, scores)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.bench import peers, presses
+from kvlab.bench import kvzip, peers, presses
 from kvlab.models import Model
 from kvlab.tasks import Batch
 
@@ -23,7 +23,7 @@ class Pipeline:
         model = peers.load(ours.name)
         from kvpress.pipeline import KVPressTextGenerationPipeline
 
-        self.pipe = KVPressTextGenerationPipeline(model=model, tokenizer=presses.Words(ours.tokenizer, ours.stops))
+        self.pipe = KVPressTextGenerationPipeline(model=model, tokenizer=kvzip.Words(ours.tokenizer, ours.stops))
 
     def answers(self, method: str, ratio: float, batch: Batch, new_tokens: int) -> tuple[list[str], float]:
         """The greedy answer of each sample, one context after another, and seconds, prefill included."""
@@ -37,7 +37,7 @@ class Pipeline:
         return made, time.perf_counter() - begin
 
     def _ask(self, press, ids, questions, new_tokens: int) -> list[str]:
-        if not presses.replays(press):
+        if not kvzip.replays(press):
             return self.pipe._forward({"context_ids": ids, "questions_ids": questions}, new_tokens, press)
         cache, answers = self._compressed(press, ids), []
         for question in questions:
@@ -51,9 +51,9 @@ class Pipeline:
         from transformers import DynamicCache
 
         cache, model = DynamicCache(), self.pipe.model
-        if presses.replays(press):
+        if kvzip.replays(press):
             model.model(ids, past_key_values=cache)
-            presses.replay(press, model, ids, cache, self.pipe.tokenizer)
+            kvzip.replay(press, model, ids, cache, self.pipe.tokenizer)
             return cache
         with press(model):
             model.model(ids, past_key_values=cache)

@@ -3,7 +3,6 @@
 Masks are `[L, H, T]`, True where a token stays; scores have the same shape.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,6 @@ import numpy as np
 
 from kvlab.bench import peers
 
-REQUEST = "\n\nRepeat the previous context exactly."  # kvpress's words before a replay, then END
-END = "\n"
 SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.2,
@@ -161,67 +158,3 @@ def _found(old_TD, new_RD):
     if mask.sum() != len(new_RD) or len(place) != len(mask):
         raise ValueError("equal keys at several positions: what a press kept of them cannot be told")
     return mask
-
-
-class Words:
-    """A kvlab tokenizer as kvpress calls one: without a chat template, and `stops` are not text."""
-
-    chat_template, model_max_length = None, 1 << 30
-
-    def __init__(self, tokenizer, stops=()):
-        self.tokenizer, self.stops = tokenizer, stops
-
-    def encode(self, text, return_tensors="pt", add_special_tokens=False):
-        import torch
-
-        return torch.tensor([self.tokenizer.encode(text)])
-
-    def decode(self, ids, skip_special_tokens=True):
-        return self.tokenizer.decode([i for i in ids.tolist() if i not in self.stops])
-
-
-def replays(press) -> bool:
-    return hasattr(press, "_perform_kvzip_compression")
-
-
-def replay(press, model, ids, cache, words: Words) -> None:
-    """KVzip's passes over a prompt `[1, T]` that lies in the cache; what it drops, its layers mask from then on.
-
-    Its own entry point wants a chat template; what follows is that without one.
-    """
-    press.prefix_length, press._suffix_ids = 0, words.encode(END)
-    press._context_ids, press._cache = ids, cache
-    press._perform_kvzip_compression(model, words)
-
-
-def replayed(press, at: Prompted, tokenizer):
-    """As `kept` for KVzip: what its masks leave, and the scores of its replay before it pins the first tokens."""
-    import torch
-
-    found: list[Any] = []
-    original, modules = press.compress_post, [layer.self_attn for layer in at.model.model.layers]
-
-    def compress_post(model):
-        found.append(press.score_val.clone())
-        original(model)
-
-    press.compress_post = compress_post
-    with _attention(at.model, "sdpa"):
-        replay(press, at.model, torch.tensor([at.ids]), at.cache, Words(tokenizer))
-    scores = found[0][:, 0].numpy()
-    mask = np.ones(scores.shape, bool)
-    for layer, module in enumerate(modules):
-        _, head, place = module.masked_key_indices
-        mask[layer, head.numpy(), place.numpy()] = False
-        module.masked_key_indices = None
-    return mask, scores
-
-
-@contextlib.contextmanager
-def _attention(model, kind: str):
-    before = model.config._attn_implementation
-    model.set_attn_implementation(kind)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlab import replay
-from kvlab.bench import presses
+from kvlab.bench import kvzip, presses
 from kvlab.core import kept
 from kvlab.decode import Prefilled
 from kvlab.models import Model
@@ -125,7 +125,7 @@ def replays(pair: Pair) -> str:
     """Asked in kvpress's words, kvlab's replay ranks alike; kvpress then shares the budget out over all layers and heads."""
     case, number = pair.case, kept(pair.length, pair.ratio)
     encode = case.model.tokenizer.encode
-    ids = [*encode(presses.REQUEST), *encode(presses.END), *case.theirs.ids]
+    ids = [*encode(kvzip.REQUEST), *encode(kvzip.END), *case.theirs.ids]
     rows = np.zeros((1, -(-len(ids) // replay.WIDTH) * replay.WIDTH), np.int32)
     rows[0, : len(ids)] = ids
     lengths = (np.array([x], np.int32) for x in (pair.length, len(ids)))

@@ -16,6 +16,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests 
 app.add_typer(bench, name="bench")
 
 QUICKSTART = Path("experiments/quickstart.toml")
+ON_BOTH_SIDES = ["tiny-llama", "tiny-qwen2", "tiny-gemma3", "smollm2-135m"]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 
@@ -299,7 +300,7 @@ def recall(
 
 @bench.command()
 def parity(
-    model: Annotated[list[str], typer.Option(help="May be repeated.")] = ["tiny-llama", "tiny-qwen2", "smollm2-135m"],  # noqa: B006
+    model: Annotated[list[str], typer.Option(help="May be repeated.")] = ON_BOTH_SIDES,
     method: Annotated[list[str], typer.Option(help="A retention, such as snapkv; all by default. May be repeated.")] = [],  # noqa: B006
     table: Annotated[Path | None, typer.Option(help="Where to write a table per method, as Markdown.")] = None,
     json_: Json = None,
@@ -308,6 +309,28 @@ def parity(
     from kvlab.bench import parity as module
 
     write_json(json_, module.main(model, method, table))
+
+
+@bench.command()
+def beside(
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    method: Annotated[list[str], typer.Option(help="A retention, such as snapkv; all by default. May be repeated.")] = [],  # noqa: B006
+    ratio: Annotated[list[float], typer.Option(help="Share of the context that is removed. May be repeated.")] = [0.5],  # noqa: B006
+    length: Annotated[int, typer.Option(help="Tokens of a context.")] = 2048,
+    contexts: Annotated[int, typer.Option(help="Contexts with needles.")] = 4,
+    needles: Annotated[int, typer.Option(help="Needles, and so questions, of each context.")] = 10,
+    documents: Annotated[int, typer.Option(help="Documents whose likelihood is compared; 0 for none.")] = 4,
+    known: Annotated[bool, typer.Option(help="Also with the question known, for tova and snapkv.")] = True,
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 1,
+    table: Annotated[Path | None, typer.Option(help="Where to write the rows, as Markdown.")] = None,
+    json_: Json = None,
+) -> None:
+    """Answers, likelihood and time beside kvpress's own pipeline on the same prompts (needs the extra 'peers')."""
+    from kvlab.bench import beside as module
+    from kvlab.tasks import Needle
+
+    task = Needle(length=length, contexts=contexts, needles=needles)
+    write_json(json_, module.main(model, method, ratio, task, documents, known, pairs, table))
 
 
 def main() -> None:

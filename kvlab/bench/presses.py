@@ -3,7 +3,7 @@
 Masks are `[L, H, T]`, True where a token stays; scores have the same shape.
 """
 
-import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +12,20 @@ import numpy as np
 
 from kvlab.bench import peers
 
-REQUEST = "\n\nRepeat the previous context exactly."  # kvpress's words before a replay, then END
-END = "\n"
 SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.2,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
+LOCAL = {
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 
 
 class Prompted(NamedTuple):
-    """transformers' model after one prefill: what each layer's attention hands a press, and the cache."""
+    """transformers' model after one prefill: what each layer's attention hands a press (local layers left out), and the cache."""
 
     model: Any
     ids: list[int]
@@ -31,22 +34,30 @@ class Prompted(NamedTuple):
 
 
 def tiny(family: str, folder: Path) -> None:
-    """A random model of a family ("Llama", "Qwen2") as a folder that both sides load; its tokens are bytes."""
+    """A random model of a family ("Llama", "Qwen2", "Gemma3") as a folder that both sides load; its tokens are bytes."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    text = {"Gemma3": "Gemma3Text"}.get(family, family)
+    config = getattr(transformers, f"{text}Config")(**SMALL, **(LOCAL if text != family else {}))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, value in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):  # or all keys would be of one length
+            torch.nn.init.normal_(value, std=0.3)
+    model.save_pretrained(folder)
     made = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))
 
 
-def prefill(name: str, ids: list[int]) -> Prompted:
-    """One pass with eager attention, which some presses look at. Errors: KvlabError without the extra."""
+def prefill(name: str, ids: list[int], attention: str = "eager") -> Prompted:
+    """One pass; some presses look at the attention that only "eager" gives. Errors: KvlabError without the extra.
+
+    kvpress spares a model's local layers only where the model's class is one that it knows; here they never come to a press.
+    """
     model = peers.load(name)
     import torch
     from kvpress.presses.base_press import BasePress
@@ -56,17 +67,29 @@ def prefill(name: str, ids: list[int]) -> Prompted:
 
     class Watch(BasePress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            layers.append((module, hidden_states, keys, values, attentions, kwargs))
+            if not getattr(module, "is_sliding", False):
+                layers.append((module, hidden_states, keys, values, attentions, kwargs))
             return keys, values
 
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(attention)
     cache = DynamicCache()
     with Watch()(model):
         model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    if len(layers) < model.config.num_hidden_layers:
+        _alone(model, [module for module, *_ in layers])
     return Prompted(model, ids, layers, cache)
 
 
-def press(name: str, ratio: float, filters) -> Any:
+def _alone(model, modules: list[Any]) -> None:
+    """Lets presses see a model of these layers alone: numbered among themselves, their kind's rotary embedding the only one."""
+    model.config.num_hidden_layers = len(modules)
+    for number, module in enumerate(modules):
+        module.layer_idx = number
+        rotary = functools.partial(module._modules.pop("rotary_emb"), layer_type=module.layer_type)
+        module.rotary_emb = rotary
+
+
+def press(name: str, ratio: float, filters=None) -> Any:
     """kvpress's counterpart of a method, at a ratio; `filters [L, H, D]` are what Q-filters go by."""
     import kvpress
     import torch
@@ -91,6 +114,7 @@ def press(name: str, ratio: float, filters) -> Any:
         "chunkkv(key_norm)": lambda: kvpress.ChunkKVPress(kvpress.KnormPress(ratio)),
         "q_filters": q_filters,
         "expected_attention": lambda: kvpress.ExpectedAttentionPress(ratio),
+        "adakv(expected_attention)": lambda: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio)),
         "criticalkv(key_norm)": lambda: kvpress.CriticalKVPress(kvpress.KnormPress(ratio)),
         "criticalkv(snapkv)": lambda: kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio)),
         "snapkv": lambda: kvpress.SnapKVPress(ratio),
@@ -134,53 +158,3 @@ def _found(old_TD, new_RD):
     if mask.sum() != len(new_RD) or len(place) != len(mask):
         raise ValueError("equal keys at several positions: what a press kept of them cannot be told")
     return mask
-
-
-class _Words:
-    """A kvlab tokenizer as kvpress calls one."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def encode(self, text, return_tensors="pt", add_special_tokens=False):
-        import torch
-
-        return torch.tensor([self.tokenizer.encode(text)])
-
-
-def replayed(press, at: Prompted, tokenizer):
-    """As `kept` for KVzip: what its masks leave, and the scores of its replay before it pins the first tokens.
-
-    Its own entry point wants a chat template; what follows is that without one.
-    """
-    import torch
-
-    found: list[Any] = []
-    original, modules = press.compress_post, [layer.self_attn for layer in at.model.model.layers]
-
-    def compress_post(model):
-        found.append(press.score_val.clone())
-        original(model)
-
-    press.compress_post = compress_post
-    press.prefix_length, press._suffix_ids = 0, _Words(tokenizer).encode(END)
-    press._context_ids, press._cache = torch.tensor([at.ids]), at.cache
-    with _attention(at.model, "sdpa"):
-        press._perform_kvzip_compression(at.model, _Words(tokenizer))
-    scores = found[0][:, 0].numpy()
-    mask = np.ones(scores.shape, bool)
-    for layer, module in enumerate(modules):
-        _, head, place = module.masked_key_indices
-        mask[layer, head.numpy(), place.numpy()] = False
-        module.masked_key_indices = None
-    return mask, scores
-
-
-@contextlib.contextmanager
-def _attention(model, kind: str):
-    before = model.config._attn_implementation
-    model.set_attn_implementation(kind)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

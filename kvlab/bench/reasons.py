@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlab import replay
-from kvlab.bench import presses
+from kvlab.bench import kvzip, presses
 from kvlab.core import kept
 from kvlab.decode import Prefilled
 from kvlab.models import Model
 
 TIE = 1e-5
-CHUNK, SINKS = 20, 4
+CHUNK, SINKS, LAG = 20, 4, 128
 
 
 class Case(NamedTuple):
@@ -78,6 +78,27 @@ def chunks(pair: Pair) -> str:
     return f"kvpress keeps {whole} whole chunks of {CHUNK}, kvlab {number} tokens, {number % CHUNK} of them of one more chunk"
 
 
+def constant(pair: Pair) -> str:
+    """Of LagKV: where a channel is constant over the next partition, kvpress divides by its width 0 and ranks what is no number.
+
+    Only there, or in ties at the cut, may the two differ; ranks are shares of a partition, so the others keep their own.
+    """
+    partitions = (pair.length - SINKS) // LAG
+    flat = np.zeros((*pair.ours.shape[:2], partitions), bool)
+    for layer, (_, _, *both, _, _) in enumerate(pair.case.theirs.layers):
+        for x in both:
+            inside = np.asarray(x[0, :, SINKS : SINKS + partitions * LAG])
+            inside = inside.reshape(len(inside), partitions, LAG, -1)
+            flat[layer, :, :-1] |= (np.ptp(inside, 2) == 0).any(-1)[:, 1:]
+    spoilt = np.zeros(pair.ours.shape, bool)
+    spoilt[..., SINKS : SINKS + partitions * LAG] = flat.repeat(LAG, -1)
+    cut = np.where(pair.theirs, pair.scores, np.inf).min(-1, keepdims=True)
+    if ((pair.ours != pair.theirs) & ~spoilt & ~(np.abs(pair.scores - cut) <= TIE * np.abs(cut))).any():
+        return ""
+    heads = (pair.ours != pair.theirs) & spoilt
+    return f"kvpress divides by 0 in {heads.any(-1).sum()} of {heads[..., 0].size} heads: a channel is constant over 128 tokens"
+
+
 def halves(pair: Pair) -> str:
     """Of CriticalKV over key norms: a tie at the cut of the first half leaves the second half another number to choose.
 
@@ -104,7 +125,7 @@ def replays(pair: Pair) -> str:
     """Asked in kvpress's words, kvlab's replay ranks alike; kvpress then shares the budget out over all layers and heads."""
     case, number = pair.case, kept(pair.length, pair.ratio)
     encode = case.model.tokenizer.encode
-    ids = [*encode(presses.REQUEST), *encode(presses.END), *case.theirs.ids]
+    ids = [*encode(kvzip.REQUEST), *encode(kvzip.END), *case.theirs.ids]
     rows = np.zeros((1, -(-len(ids) // replay.WIDTH) * replay.WIDTH), np.int32)
     rows[0, : len(ids)] = ids
     lengths = (np.array([x], np.int32) for x in (pair.length, len(ids)))

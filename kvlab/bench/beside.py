@@ -64,7 +64,7 @@ def ask(ours: Ours, theirs: Pipeline, task: Needle, found: list[Found], pairs: i
                     each.seconds[side].append(seconds)
             for side, (texts, _) in done.items():
                 each.texts[side] += texts
-                each.hits[side] += [score["correct"] for score in task.score(batch, texts, None, None)]
+                each.hits[side] += [score["correct"] for score in task.score(batch, Answers(texts))]
             each.context += [context] * len(batch.rows)
             each.prompt += [batch.prompts[row] for row in batch.rows]
             _tell(each)

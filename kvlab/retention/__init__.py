@@ -3,6 +3,7 @@
 from kvlab.retention.adakv import AdaKV
 from kvlab.retention.chunkkv import ChunkKV
 from kvlab.retention.criticalkv import CriticalKV
+from kvlab.retention.dms import DMS
 from kvlab.retention.duoattention import DuoAttention
 from kvlab.retention.expected_attention import ExpectedAttention
 from kvlab.retention.gated import Gated
@@ -25,7 +26,7 @@ from kvlab.retention.window import Window
 RETENTIONS = {
     "keep_all": KeepAll, "window": Window, "random": Random, "key_norm": KeyNorm, "keydiff": KeyDiff, "lagkv": LagKV,
     "h2o": H2O, "tova": TOVA, "snapkv": SnapKV, "pyramidkv": PyramidKV, "observed_attention": ObservedAttention,
-    "expected_attention": ExpectedAttention, "q_filters": QFilters, "kvzip": KVzip, "gated": Gated,
+    "expected_attention": ExpectedAttention, "q_filters": QFilters, "kvzip": KVzip, "gated": Gated, "dms": DMS,
     "duoattention": DuoAttention, "protect": Protect, "adakv": AdaKV, "head_budgets": HeadBudgets,
     "chunkkv": ChunkKV, "criticalkv": CriticalKV,
 }  # fmt: skip

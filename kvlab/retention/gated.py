@@ -34,7 +34,8 @@ class Gated(Sized):
         if self.layer is not None:
             return self
         if not self.gate:
-            raise ConfigError('gated: no gate; write gate = "path/to/gate.safetensors", as kvlab.gates.save writes it')
+            name = type(self).__name__.lower()
+            raise ConfigError(f'{name}: no gate; write gate = "path/to/gate.safetensors", as kvlab.gates.save writes it')
         gate = gates.load(self.gate)
         if gate.kind != KIND:
             raise ConfigError(f"gate={self.gate!r} is of kind {gate.kind!r}, the retention wants {KIND!r}; use another")

@@ -14,7 +14,6 @@ from kvlab.layout import LAYOUTS, Contiguous
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.retention import RETENTIONS, DuoAttention, KeepAll, Protect, QFilters, SnapKV, Window
-from kvlab.retention import Gated as Evictor
 from kvlab.selection import SELECTIONS, ReadAll
 from kvlab.selection.gated import Gated
 
@@ -43,9 +42,9 @@ def _retention(name: str, cls: type, model: ModelConfig) -> Any:
         return QFilters(size=SIZE, direction=jnp.asarray(rng.standard_normal((model.kv_heads, model.head_dim)), jnp.float32))
     if name == "duoattention":
         return DuoAttention(sinks=4, recent=70, full_H=jnp.arange(model.kv_heads) == 0)
-    if name == "gated":
+    if name in ("gated", "dms"):
         shape = gates.ImportanceConfig(model.layers, model.kv_heads, model.head_dim, model.hidden, width=0)
-        return Evictor(size=SIZE, layer=gates.ImportanceGate(shape).layer(0))
+        return cls(size=SIZE, layer=gates.ImportanceGate(shape).layer(0))
     if "inner" in cls.__dataclass_fields__:  # type: ignore[attr-defined]
         return (
             Protect(SnapKV(size=SIZE, window=16), 4, 16).at(0, model)

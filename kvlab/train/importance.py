@@ -115,11 +115,11 @@ def loss(params, config: ImportanceConfig, batch: Arrays):
     return jnp.mean((scores(params, config, batch) - batch["target"]) ** 2)
 
 
-def optimiser(training: Training, steps: int) -> optax.GradientTransformation:
+def optimiser(rate: float, decay: float, steps: int) -> optax.GradientTransformation:
     """AdamW with a short warm-up and a cosine to 0; biases do not decay."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, training.rate, max(steps // 20, 1), max(steps, 2))
+    falling = optax.warmup_cosine_decay_schedule(0.0, rate, max(steps // 20, 1), max(steps, 2))
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 2, params)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=training.decay, mask=matrices))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(falling, weight_decay=decay, mask=matrices))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "rule"), donate_argnames=("params", "state"))
@@ -193,7 +193,7 @@ def fit(
     config = ImportanceConfig(*shape, training.width, training.vectors)
     gate = ImportanceGate(config, training.seed)
     params = {**gate.values(), "bias": jnp.asarray(np.mean([r["target"].mean(-1) for r in records], 0))}
-    rule = optimiser(training, steps)
+    rule = optimiser(training.rate, training.decay, steps)
     state, log, best = rule.init(params), [], None
     for epoch in range(training.epochs):
         losses = []

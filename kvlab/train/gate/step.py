@@ -94,8 +94,8 @@ class Trainer:
         """distil · KL(base ‖ student) + lm · cross-entropy + kl · attention's KL (+ ratio · (share − target)²)."""
         how = Reading(stage.loss, sparsity, stage.width, stage.detach)
         logits, seen, teacher = self._both(trained, base, data, how)
-        lm = _mean(optax.softmax_cross_entropy_with_integer_labels(logits, data.target), data.weight)
-        distil = _mean(_divergence(lax.stop_gradient(teacher), logits), data.ok)
+        lm = mean(optax.softmax_cross_entropy_with_integer_labels(logits, data.target), data.weight)
+        distil = mean(divergence(lax.stop_gradient(teacher), logits), data.ok)
         loss = stage.distil * distil + stage.lm * lm + stage.kl * seen.divergence + self._off_target(stage, seen.share)
         return loss, {"distil": distil, "lm": lm, "kl": seen.divergence, "recall": seen.recall, "share": seen.share}
 
@@ -106,9 +106,9 @@ class Trainer:
         logits, seen, teacher = self._both(trained, base, data, how)
         first = logits.argmax(-1)
         return {
-            "distil": _mean(_divergence(teacher, logits), data.weight),
-            "agreement": _mean(first == teacher.argmax(-1), data.weight),
-            "accuracy": _mean(first == data.target, data.weight),
+            "distil": mean(divergence(teacher, logits), data.weight),
+            "agreement": mean(first == teacher.argmax(-1), data.weight),
+            "accuracy": mean(first == data.target, data.weight),
             "recall": seen.recall,
             "share": seen.share,
         }
@@ -138,11 +138,11 @@ class Trainer:
         return jax.jit(step, donate_argnums=0)
 
 
-def _mean(x, weight):
+def mean(x, weight):
     return (x * weight).sum() / jnp.maximum(weight.sum(), 1.0)
 
 
-def _divergence(teacher_BQV, logits_BQV):
+def divergence(teacher_BQV, logits_BQV):
     """KL(teacher ‖ student) of next-token distributions, `[B, Q]`, in nats."""
     teacher, student = (jax.nn.log_softmax(x, -1) for x in (teacher_BQV, logits_BQV))
     return (jnp.exp(teacher) * (teacher - student)).sum(-1)

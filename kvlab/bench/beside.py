@@ -31,7 +31,7 @@ from kvlab.bench.side import REPLAYS, Ours
 from kvlab.errors import ConfigError, nearest
 from kvlab.evaluate import logits as statistics
 from kvlab.experiment.store import write_text
-from kvlab.tasks import Batch, Likelihood, Needle
+from kvlab.tasks import Answers, Batch, Likelihood, Needle
 
 METHODS = ("window", "tova", "expected_attention", "keydiff", "key_norm", "lagkv", "snapkv", "adakv(expected_attention)", "kvzip")
 KNOWN = ("tova", "snapkv")

@@ -26,6 +26,8 @@ from kvlab.retention import (
     ChunkKV,
     CriticalKV,
     ExpectedAttention,
+    HeadBudgets,
+    KeepAll,
     KeyDiff,
     KeyNorm,
     LagKV,
@@ -325,6 +327,8 @@ def test_calibrating_writes_what_the_retention_reads(tiny, monkeypatch, tmp_path
     keep = QFilters(size=8, filters=str(path)).at(1, tiny.config)
     np.testing.assert_allclose(np.linalg.norm(keep.direction, axis=-1), 1, atol=1e-5)
     assert keep.at(0, tiny.config) is keep and keep.direction.shape == (2, 16)
+    share_KH = HeadBudgets(KeepAll(), str(path)).at(1, tiny.config).share_KH
+    assert share_KH.shape == (4, 2) and (np.diff(share_KH, axis=0) >= 0).all()
     with safe_open(path, "np") as file:
         about = json.loads(file.metadata()["origin"])
     assert (

@@ -11,11 +11,12 @@ from safetensors.numpy import save_file
 from kvlab import loop, memory
 from kvlab.codec import KV, Int8, Raw
 from kvlab.core import EMPTY, PAGE, part
-from kvlab.errors import RefusedPolicy
+from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.layout import Contiguous, Paged, PageMajor
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
-from kvlab.retention import AdaKV, DuoAttention, KeepAll, Window
+from kvlab.retention import AdaKV, DuoAttention, HeadBudgets, KeepAll, Window
+from kvlab.retention.head_budgets import KEPT
 from kvlab.retention.sized import Sized
 from kvlab.selection import Quest, ReadAll
 from kvlab.testing import contract
@@ -51,7 +52,7 @@ def sequence():
 
 
 def filled(policy, s, budget=100):
-    return policy.fill(s.record, budget, int(policy.pages(s.record, budget).max()))
+    return loop.fill(policy, s.record, budget, int(loop.pages(policy, s.record, budget).max()))
 
 
 def shares(s, row, budget, safeguard=0.2):
@@ -95,6 +96,33 @@ def test_memory_is_the_sum_of_what_heads_keep_in_pages():
         counters = memory.resident((cache.opened, cache.waiting, cache.offset, cache.lost, cache.bounds, cache.tail))
         assert memory.resident(cache) == 2 * pages * of_page + counters
         assert pages < HEADS * 5  # as many as the largest share would take in every head
+
+
+def test_budgets_by_head_are_those_of_the_profile():
+    """Between two measured shares they are interpolated; a head's own lowest scores go; other heads' do not matter."""
+    s, table = sequence(), np.array([[0.1, 0.2, 0.07], [0.2, 0.4, 0.15], [0.3, 0.9, 0.3], [0.5, 1.0, 0.75]], np.float32)
+    policy = Policy(HeadBudgets(Loud(size=100), share_KH=jnp.asarray(table)), Raw(), Contiguous(), ReadAll())
+    cache, tokens = filled(policy, s), int(max(s.lengths))
+    low, high = next((i - 1, i) for i, x in enumerate(KEPT) if x > 100 / tokens)
+    part = (100 / tokens - KEPT[low]) / (KEPT[high] - KEPT[low])
+    want = np.round((table[low] + part * (table[high] - table[low])) * tokens)
+    for row, length in enumerate(s.lengths):
+        score = np.linalg.norm(s.key[row, :, :length], axis=-1) * (1 + np.arange(HEADS))[:, None]
+        score[:, length - 1] = np.inf
+        for head in range(HEADS):
+            page = own(cache, row, head)
+            assert set(page[page >= 0].tolist()) == set(np.argsort(-score[head])[: int(want[head])].tolist())
+
+
+def test_budgets_by_head_come_from_a_calibration():
+    shape = ModelConfig(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=64, context=8192)
+    made = [HeadBudgets(Loud(size=100), "smollm2-135m").at(layer, shape) for layer in range(30)]
+    assert made[3].at(3, shape) == made[3] or made[3].at(3, shape).share_KH is made[3].share_KH
+    shares = np.stack([part.share_KH for part in made])
+    np.testing.assert_allclose(shares.mean((0, 2)), KEPT, atol=2e-3)
+    assert (np.diff(shares, axis=1) >= -1e-6).all() and shares[:, 2].max() > 0.95 and shares[:, 2].min() < 0.2
+    with pytest.raises(ConfigError, match="calibration '': no such file"):
+        HeadBudgets(Loud(size=100)).at(0, shape)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class HeadBudgets(Combinator):
 
     def shares(self, priority, pos, budget):
         tokens = (pos >= 0).sum(-1).max()
-        known, ends = jnp.asarray((0.0, *KEPT, 1.0)), jnp.array([[0.0], [1.0]])
-        table = jnp.concatenate([ends[:1] + 0 * self.share_KH[:1], self.share_KH, ends[1:] + 0 * self.share_KH[:1]])
-        share_H = jax.vmap(lambda own: jnp.interp(jnp.minimum(budget / tokens, 1.0), known, own), 1)(table)
-        return jnp.broadcast_to(jnp.ceil(share_H * tokens), priority.shape[:2]).astype(jnp.int32)
+        table = jnp.concatenate([jnp.zeros_like(self.share_KH[:1]), self.share_KH, jnp.ones_like(self.share_KH[:1])])
+        at = jnp.minimum(budget / tokens, 1.0), jnp.asarray((0.0, *KEPT, 1.0))
+        share_H = jax.vmap(lambda own: jnp.interp(*at, own), 1)(table)
+        return jnp.broadcast_to(jnp.maximum(jnp.round(share_H * tokens), 1), priority.shape[:2]).astype(jnp.int32)

@@ -13,7 +13,8 @@ from kvlab.errors import RefusedPolicy
 from kvlab.layout import LAYOUTS, Contiguous
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
-from kvlab.retention import RETENTIONS, DuoAttention, KeepAll, Protect, QFilters, SnapKV, Window
+from kvlab.retention import RETENTIONS, DuoAttention, HeadBudgets, KeepAll, Protect, QFilters, SnapKV, Window
+from kvlab.retention.head_budgets import KEPT
 from kvlab.selection import SELECTIONS, ReadAll
 from kvlab.selection.gated import Gated
 
@@ -42,6 +43,9 @@ def _retention(name: str, cls: type, model: ModelConfig) -> Any:
         return QFilters(size=SIZE, direction=jnp.asarray(rng.standard_normal((model.kv_heads, model.head_dim)), jnp.float32))
     if name == "duoattention":
         return DuoAttention(sinks=4, recent=70, full_H=jnp.arange(model.kv_heads) == 0)
+    if name == "head_budgets":
+        shares = np.sort(rng.random((len(KEPT), model.kv_heads)), 0)
+        return HeadBudgets(SnapKV(size=SIZE), share_KH=jnp.asarray(shares, jnp.float32))
     if name in ("gated", "dms"):
         shape = gates.ImportanceConfig(model.layers, model.kv_heads, model.head_dim, model.hidden, width=0)
         return cls(size=SIZE, layer=gates.ImportanceGate(shape).layer(0))

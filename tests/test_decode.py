@@ -128,5 +128,5 @@ def test_wrong_arguments_name_the_right_ones(engine):
     prompt = engine.prefill([[1, 2]])
     with pytest.raises(ConfigError, match="3 policies for a model of 2 layers"):
         engine.start(prompt, [FULL] * 3, 1)
-    with pytest.raises(ConfigError, match="allowed: bound, entropy, logits, reads"):
+    with pytest.raises(ConfigError, match="allowed: bound, entropy, logits, outputs, reads"):
         engine.start(prompt, FULL, 1).run(1, watch=["mass"])

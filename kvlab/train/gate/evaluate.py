@@ -8,6 +8,7 @@ import numpy as np
 from kvlab import models, parts
 from kvlab.decode import Engine
 from kvlab.models import Model
+from kvlab.tasks import Answers
 from kvlab.train.evaluate import through_cache
 from kvlab.train.gate.config import GateTraining
 from kvlab.train.store import GATE
@@ -33,5 +34,5 @@ def _accuracy(engine: Engine, policy, task, seed: int) -> np.ndarray:
     for index in range(task.count()):
         batch = task.batch(index, SEED + seed, engine.model.tokenizer)
         answers = through_cache(engine, batch, policy)
-        right += [row["correct"] for row in task.score(batch, answers, None, None)]
+        right += [row["correct"] for row in task.score(batch, Answers(answers))]
     return np.array(right)

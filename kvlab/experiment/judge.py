@@ -136,6 +136,8 @@ def _points(found: Verdict) -> str:
 def _finding(rule: str, policy: str, found: Verdict, text: str, unit: str, more: dict[str, Any] | None = None) -> Finding:
     if found.outcome == OPEN:
         needed = f"{found.items_needed:,.0f} {unit}" if math.isfinite(found.items_needed) else "more than one cluster"
-        effect = f"{found.minimum_detectable_effect:.3g}" if math.isfinite(found.minimum_detectable_effect) else "nothing"
-        text += f"; these {found.items:,} {unit} settle a margin of {effect}, this one takes {needed}"
+        effect = found.minimum_detectable_effect
+        points = unit == "questions"  # whose effects are shares, so none is above 1
+        settled = "no margin" if effect >= (1 if points else math.inf) else f"a margin of {effect * (100 if points else 1):.3g}"
+        text += f"; these {found.items:,} {unit} settle {settled}, this one takes {needed}"
     return Finding(rule, policy, found.outcome, text, {**dataclasses.asdict(found), **(more or {})})

@@ -7,8 +7,9 @@ import pytest
 from junitparser import Error, Failure, JUnitXml
 
 from kvlab import cli
+from kvlab.decode import Engine
 from kvlab.errors import ConfigError
-from kvlab.experiment import check, compare, config, judge
+from kvlab.experiment import check, compare, config, judge, run
 from kvlab.tasks import Answers, Continuation
 from kvlab.tasks.continuation import agreed, repetition
 from tests.tools import Bytes
@@ -113,6 +114,19 @@ def test_a_check_of_a_tiny_model(on_tiny, tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "c.json").read_text())["outcome"] == made.outcome
     results = [type(r) for suite in JUnitXml.fromfile("j.xml") for case in suite for r in case.result]
     assert results == [{"fail": Failure, "underpowered": Error}[f.outcome] for f in made.findings if f.outcome != "pass"]
+
+
+def test_the_control_really_sums_in_another_order(on_tiny, tmp_path, tiny, monkeypatch):
+    """Other blocks reach the prompt's pass, and change its last bits and no more."""
+    ids, blocks = [list(np.random.default_rng(0).integers(0, 256, 500))], set()
+    engine = Engine(tiny)
+    usual, other = (np.asarray(engine.prefill(ids, block=block).records[1].key_BHTD) for block in (512, 256))
+    assert 0 < np.abs(usual - other).max() < 1e-4
+    real = Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", lambda self, p, n, block: blocks.add(block) or real(self, p, n, block))
+    cells = [cell for cell in check.with_controls(config.expand(config.read(SMALL)[1])) if cell.task["name"] == "likelihood"]
+    run.execute("blocks", config.read(SMALL)[1], cells, tmp_path, False, False, False)
+    assert blocks == {512, 256}
 
 
 @pytest.mark.parametrize("change,message", [

@@ -85,7 +85,8 @@ def judged(cells: list[config.Cell], folder: Path, experiment: config.Experiment
     reference, margins, rules = of(compare.is_full), experiment.margins, experiment.rules
     made = []
     for label in subjects:
-        context = min(run.engine(run.model_name(cell.model)).config.context for cell in cells if cell.label == label)
+        models = {run.model_name(cell.model) for cell in cells if cell.label == label}
+        context = min(run.engine(model).config.context for model in models)
         rows = of(lambda cell, label=label: cell.label == label)
         made += judge.of_policy(label, rows, reference, margins, rules, context)
     control = next(cell.label for cell in cells if cell.prefill_block == AA_BLOCK)

@@ -95,12 +95,12 @@ def worst(
 def _cells(rows: Samples, above: int) -> dict[tuple, Samples]:
     """Answers in contexts longer than `above` tokens, by task, length and depth."""
     made: dict[tuple, Samples] = {}
+    tasks = {group: json.loads(group)[1] for group in {key[0] for key in rows}}
+    lengths = {group: getattr(parts.build(table, TASKS, "task"), "length", 0) for group, table in tasks.items()}
     for key, row in rows.items():
-        table = json.loads(key[0])[1]
-        length = getattr(parts.build(table, TASKS, "task"), "length", 0)
-        if "correct" in row and length > above:
+        if "correct" in row and lengths[key[0]] > above:
             depth = min(int(row.get("depth", 0) * DEPTHS), DEPTHS - 1)
-            made.setdefault((table["name"], length, depth), {})[key] = row
+            made.setdefault((tasks[key[0]]["name"], lengths[key[0]], depth), {})[key] = row
     return made
 
 

@@ -76,7 +76,6 @@ def execute(
 @functools.lru_cache(maxsize=1)
 def engine(name: str) -> Engine:
     """A model's engine; one is kept."""
-
     return Engine(load(name))
 
 

@@ -1,6 +1,7 @@
 """Where code leans on something far back: references to names that were last mentioned long before."""
 
 import ast
+import dataclasses
 import functools
 import io
 import keyword
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 from kvlab.errors import ConfigError
 from kvlab.tasks import text as source
-from kvlab.tasks.asked import Asked, find
+from kvlab.tasks.asked import Asked, ask, find, steps
+from kvlab.tasks.base import Batch, check, generator
 
 SHORTEST = 6  # characters of a name
 TAIL = 32  # tokens before the cursor that stand for a question
@@ -123,3 +125,35 @@ def _at(task: Asked, tokenizer, document: str, code: str, at: Reference, line: b
     if not often or name in tokenizer.decode(question):
         return None
     return Cursor(document, context, question, answer, find(tokenizer, context, name), often)
+
+
+@dataclasses.dataclass(frozen=True)
+class Code(Asked):
+    """Base of tasks that go on with a program at such a place; their docstrings say what the fields mean."""
+
+    length: int = 2048
+    contexts: int = 8
+    depth: float | None = None
+    mentions: int = 3
+    known: bool = False
+    new_tokens: int | None = None
+    text: str = "stdlib"
+
+    name = ""
+    line = False  # whether the answer is the whole line, which stands nowhere before, or the name
+
+    def __post_init__(self):
+        check(self.name, contexts=(self.contexts, 1, None), length=(self.length, 4 * TAIL, None))
+        check(self.name, depth=(self.depth, 0, 0.9), mentions=(self.mentions, 1, None), new_tokens=(self.new_tokens, 1, None))
+
+    def room(self, tokenizer, answer: str) -> int:
+        """Tokens that an answer may take where `new_tokens` does not say."""
+        raise NotImplementedError
+
+    def batch(self, index: int, seed: int, tokenizer) -> Batch:
+        found = cursor(self, tokenizer, generator(seed, index), self.depth, self.mentions, self.line)
+        facts = [{"context": index, "document": found.document, "depth": round(found.depth, 4)}]
+        prompts, rows, forced = ask(found.context, [found.question], self.known)
+        answer = self.new_tokens or self.room(tokenizer, found.answer)
+        spans = [] if self.line else [found.span]
+        return Batch(prompts, rows, forced, steps(forced, answer), facts, [found.answer], spans)

@@ -3,13 +3,11 @@
 import dataclasses
 import re
 
-from kvlab.tasks.asked import Asked, ask, steps
-from kvlab.tasks.base import Batch, check, generator
-from kvlab.tasks.code import TAIL, cursor
+from kvlab.tasks.code import Code
 
 
 @dataclasses.dataclass(frozen=True)
-class NextIdentifier(Asked):
+class NextIdentifier(Code):
     """A file of the standard library up to a reference to a name of its own, in each of `contexts` contexts.
 
         context    … def parse_header(line): … 2,000 tokens without the name … for line in lines:
@@ -27,29 +25,10 @@ class NextIdentifier(Asked):
       text: "stdlib", or Python files as `kvlab.tasks.text` takes them.
     """
 
-    length: int = 2048
-    contexts: int = 8
-    depth: float | None = None
-    mentions: int = 3
-    known: bool = False
-    new_tokens: int | None = None
-    text: str = "stdlib"
+    name = "next_identifier"
 
-    def __post_init__(self):
-        check("next_identifier", contexts=(self.contexts, 1, None), length=(self.length, 4 * TAIL, None))
-        check(
-            "next_identifier",
-            depth=(self.depth, 0, 0.9),
-            mentions=(self.mentions, 1, None),
-            new_tokens=(self.new_tokens, 1, None),
-        )
-
-    def batch(self, index: int, seed: int, tokenizer) -> Batch:
-        found = cursor(self, tokenizer, generator(seed, index), self.depth, self.mentions, line=False)
-        facts = [{"context": index, "document": found.document, "depth": round(found.depth, 4)}]
-        prompts, rows, forced = ask(found.context, [found.question], self.known)
-        answer = self.new_tokens or 4 + len(tokenizer.encode(f" {found.answer}"))
-        return Batch(prompts, rows, forced, steps(forced, answer), facts, [found.answer], [found.span])
+    def room(self, tokenizer, answer):
+        return 4 + len(tokenizer.encode(f" {answer}"))
 
     def mark(self, answer, target):
         first = re.match(r"\w+", answer.strip())

@@ -3,13 +3,11 @@
 import dataclasses
 from difflib import SequenceMatcher
 
-from kvlab.tasks.asked import Asked, ask, steps
-from kvlab.tasks.base import Batch, check, generator
-from kvlab.tasks.code import TAIL, cursor
+from kvlab.tasks.code import Code
 
 
 @dataclasses.dataclass(frozen=True)
-class NextLine(Asked):
+class NextLine(Code):
     """A file of the standard library up to a line that refers to a name of its own, in each of `contexts` contexts.
 
         context    … def parse_header(line): … 2,000 tokens without the name … with open(path) as file:
@@ -28,24 +26,11 @@ class NextLine(Asked):
       text: "stdlib", or Python files as `kvlab.tasks.text` takes them.
     """
 
-    length: int = 2048
-    contexts: int = 8
-    depth: float | None = None
-    mentions: int = 3
-    known: bool = False
-    new_tokens: int | None = None
-    text: str = "stdlib"
+    name = "next_line"
+    line = True
 
-    def __post_init__(self):
-        check("next_line", contexts=(self.contexts, 1, None), length=(self.length, 4 * TAIL, None))
-        check("next_line", depth=(self.depth, 0, 0.9), mentions=(self.mentions, 1, None), new_tokens=(self.new_tokens, 1, None))
-
-    def batch(self, index: int, seed: int, tokenizer) -> Batch:
-        found = cursor(self, tokenizer, generator(seed, index), self.depth, self.mentions, line=True)
-        facts = [{"context": index, "document": found.document, "depth": round(found.depth, 4)}]
-        prompts, rows, forced = ask(found.context, [found.question], self.known)
-        answer = self.new_tokens or 16 + int(1.5 * len(tokenizer.encode(found.answer)))
-        return Batch(prompts, rows, forced, steps(forced, answer), facts, [found.answer])
+    def room(self, tokenizer, answer):
+        return 16 + int(1.5 * len(tokenizer.encode(answer)))
 
     def mark(self, answer, target):
         first = next((line.strip() for line in answer.splitlines() if line.strip()), "")

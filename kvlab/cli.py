@@ -18,6 +18,11 @@ app.add_typer(bench, name="bench")
 QUICKSTART = Path("experiments/quickstart.toml")
 ON_BOTH_SIDES = ["tiny-llama", "tiny-qwen2", "tiny-gemma3", "smollm2-135m"]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
+Set = Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")]
+Smoke = Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")]
+Out = Annotated[Path, typer.Option(help="Folder of results.")]
+Stale = Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")]
+Fresh = Annotated[bool, typer.Option(help="Discard what these cells have so far.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 
 Policies = Annotated[
@@ -50,12 +55,12 @@ def write_json(path: Path | None, figures: dict) -> None:
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="An experiment, such as experiments/quickstart.toml.")],
-    set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
-    smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
+    set_: Set = [],  # noqa: B006
+    smoke: Smoke = False,
     dry_run: Annotated[bool, typer.Option(help="List the cells and stop.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
-    accept_stale: Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")] = False,
-    fresh: Annotated[bool, typer.Option(help="Discard what these cells have so far.")] = False,
+    out: Out = Path("results"),
+    accept_stale: Stale = False,
+    fresh: Fresh = False,
     json_: Json = None,
 ) -> None:
     """Run an experiment: every cell, resumable, then a table and a picture."""
@@ -81,11 +86,11 @@ def run(
 @app.command()
 def check(
     file: Annotated[Path, typer.Argument(help="An experiment with a [check] table, such as experiments/regression/int8.toml.")],
-    set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
-    smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
-    accept_stale: Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")] = False,
-    fresh: Annotated[bool, typer.Option(help="Discard what these cells have so far.")] = False,
+    set_: Set = [],  # noqa: B006
+    smoke: Smoke = False,
+    out: Out = Path("results"),
+    accept_stale: Stale = False,
+    fresh: Fresh = False,
     junit: Annotated[Path | None, typer.Option(help="Also write the findings as JUnit XML.")] = None,
     json_: Json = None,
 ) -> None:
@@ -105,9 +110,9 @@ def check(
 @app.command()
 def train(
     file: Annotated[Path, typer.Argument(help="A training, such as experiments/tiny_recall.toml.")],
-    set_: Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")] = [],  # noqa: B006
-    smoke: Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    set_: Set = [],  # noqa: B006
+    smoke: Smoke = False,
+    out: Out = Path("results"),
     record: Annotated[bool, typer.Option("--record", help="Only record the queries and keys that a gate learns from.")] = False,
     accept_stale: Annotated[bool, typer.Option(help="Go on with other code than the steps so far.")] = False,
     fresh: Annotated[bool, typer.Option(help="Discard what there is so far.")] = False,

@@ -56,11 +56,12 @@ def columns(cells: list[config.Cell], folder: Path, margins: config.Margins) -> 
 
 
 def samples(cells: list[config.Cell], folder: Path) -> Samples:
+    runs = [store.Run(folder, cell) for cell in cells]
     return {
-        (cell.group, index, i): row
-        for cell in cells
-        for index, batch in enumerate(store.Run(folder, cell).batches())
-        for i, row in enumerate(batch["rows"])
+        (each.cell.group, index, i): row
+        for each in runs
+        for index in each.numbers()
+        for i, row in enumerate(each.batch(index)["rows"])
     }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.errors import ConfigError, KvlabError
+from kvlab.errors import ConfigError, FailedCells, KvlabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests on.")
@@ -23,6 +23,7 @@ Smoke = Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")]
 Out = Annotated[Path, typer.Option(help="Folder of results.")]
 Stale = Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")]
 Fresh = Annotated[bool, typer.Option(help="Discard what these cells have so far.")]
+Retry = Annotated[bool, typer.Option("--retry", help="Try cells again that failed before.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 
 Policies = Annotated[
@@ -54,33 +55,56 @@ def write_json(path: Path | None, figures: dict) -> None:
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="An experiment, such as experiments/quickstart.toml.")],
+    file: Annotated[Path, typer.Argument(help="An experiment, such as experiments/quickstart.toml, or a cell's config.toml.")],
     set_: Set = [],  # noqa: B006
     smoke: Smoke = False,
-    dry_run: Annotated[bool, typer.Option(help="List the cells and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Say what it would take, and stop.")] = False,
     out: Out = Path("results"),
     accept_stale: Stale = False,
     fresh: Fresh = False,
+    retry: Retry = False,
+    table: Annotated[
+        bool, typer.Option(help="Only compute, beside others in the same folder, and leave the table to them.")
+    ] = True,
+    launch: Annotated[str, typer.Option(help="Run it in several processes: local, or slurm (needs the extra 'slurm').")] = "",
+    workers: Annotated[int, typer.Option(help="With --launch: how many.")] = 2,
+    slurm: Annotated[list[str], typer.Option(help="Option of the jobs: partition=long, time=120 (minutes). Repeatable.")] = [],  # noqa: B006
+    wait: Annotated[bool, typer.Option(help="With --launch slurm: wait for the jobs and make the table.")] = True,
     json_: Json = None,
 ) -> None:
     """Run an experiment: every cell, resumable, then a table and a picture."""
     from kvlab.experiment import config
 
     _beside([str(file)])
+    name, experiment = config.read(file)
+    cells = config.expand(experiment, set_, smoke)
     if dry_run:
-        name, experiment = config.read(file)
-        cells = config.expand(experiment, set_, smoke)
-        for cell in cells:
-            print(f"{cell.run_id}  {cell.task['name']:12} seed {cell.seed}  {cell.label}")
-        print(f"{name}: {len(cells)} cells, {sum(c.make_task().count() for c in cells)} batches")
-        write_json(json_, {"cells": [{"run_id": c.run_id, "policy": c.label, "task": c.task["name"]} for c in cells]})
-        return
-    from kvlab.experiment import report
-    from kvlab.experiment.run import run as run_
+        from kvlab.experiment import dry
 
+        made = dry.estimate(cells, out, name + "-smoke" * smoke)
+        dry.show(name, cells, made)
+        write_json(json_, made.as_json(cells))
+        return
+    from kvlab.experiment import launch as launching
+    from kvlab.experiment import report
+    from kvlab.experiment import run as running
+
+    launching.checked(launch, workers, slurm, wait)
+    place = running.folder(name, out, smoke)
     with _resumable():
-        frame = run_(file, set_, smoke, out, accept_stale, fresh)
-    write_json(json_, report.as_json(frame))
+        running.prepare(cells, place, fresh, retry)
+        words = launching.command(file, set_, smoke, out, accept_stale)
+        if not launch:
+            running.compute(name, cells, place, accept_stale)
+        elif launch == "local":
+            launching.local(words, workers, cells, place)
+        elif not launching.slurm(words, workers, cells, place, slurm, wait):
+            print("the same command without --launch and what follows it makes the table, and helps")
+            return
+        if table:
+            write_json(json_, report.as_json(running.conclude(name, experiment, cells, place)))
+        else:
+            running.lament(cells, place)
 
 
 @app.command()
@@ -91,6 +115,7 @@ def check(
     out: Out = Path("results"),
     accept_stale: Stale = False,
     fresh: Fresh = False,
+    retry: Retry = False,
     junit: Annotated[Path | None, typer.Option(help="Also write the findings as JUnit XML.")] = None,
     json_: Json = None,
 ) -> None:
@@ -99,7 +124,7 @@ def check(
 
     _beside([str(file)])
     with _resumable():
-        made = module.check(file, set_, smoke, out, accept_stale, fresh)
+        made = module.check(file, set_, smoke, out, accept_stale, fresh, retry)
     module.show(made)
     write_json(json_, made.as_json())
     if junit is not None:
@@ -343,4 +368,4 @@ def main() -> None:
         app()
     except KvlabError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.code if isinstance(error, FailedCells) else 2)

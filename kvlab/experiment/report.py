@@ -1,7 +1,7 @@
 """What a run shows when it is done: tables, a picture, and the frame behind them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ def progress():
     return Progress(*columns, console=Console(stderr=True))
 
 
-def counter(bar, name: str, cells: list[config.Cell], folder: Path) -> Callable[[str], None]:
+def counter(bar, name: str, cells: Sequence[config.Cell], folder: Path) -> Callable[[str], None]:
     """A function that brings a progress bar to what lies on disk, whoever put it there, under the words that it is given."""
     runs = [(store.Run(folder, cell), cell.make_task().count()) for cell in cells]
     task = bar.add_task(name, total=sum(count for _, count in runs))
 
-    def show(words: str = "") -> None:
+    def show(words: str) -> None:
         done = sum(count if each.failed else len(each.numbers()) for each, count in runs)
         bar.update(task, completed=done, **({"description": words} if words else {}))
 

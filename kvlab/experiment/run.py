@@ -119,6 +119,11 @@ def conclude(name: str, experiment: config.Experiment, cells: list[config.Cell],
     return frame
 
 
+def lament(cells: list[config.Cell], place: Path) -> None:
+    """Speaks of what failed, without a table. Errors: FailedCells."""
+    failures.conclude(failures.found(cells, place), len(cells))
+
+
 def finish(cell: config.Cell, place: Path) -> None:
     """Writes the summary of a cell whose batches are all there; whoever does, it is the same."""
     each, task = store.Run(place, cell), cell.make_task()

@@ -133,6 +133,21 @@ def check(
 
 
 @app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="Results of an experiment or of a cell, such as results/quickstart.")],
+    second: Annotated[Path, typer.Argument(help="Those to hold against them.")],
+    json_: Json = None,
+) -> None:
+    """What differs between two results: cells, configs, digests, figures, and a verdict on the samples of both."""
+    from kvlab.experiment import diff as module
+    from kvlab.experiment import diff_table
+
+    made = module.diff(first, second)
+    diff_table.show(made)
+    write_json(json_, made)
+
+
+@app.command()
 def train(
     file: Annotated[Path, typer.Argument(help="A training, such as experiments/tiny_recall.toml.")],
     set_: Set = [],  # noqa: B006

@@ -56,13 +56,7 @@ def columns(cells: list[config.Cell], folder: Path, margins: config.Margins) -> 
 
 
 def samples(cells: list[config.Cell], folder: Path) -> Samples:
-    runs = [store.Run(folder, cell) for cell in cells]
-    return {
-        (each.cell.group, index, i): row
-        for each in runs
-        for index in each.numbers()
-        for i, row in enumerate(each.batch(index)["rows"])
-    }
+    return {(cell.group, *key): row for cell in cells for key, row in store.Run(folder, cell).rows()}
 
 
 def clusters(rows: Samples) -> dict[tuple, tuple]:

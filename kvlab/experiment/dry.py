@@ -267,9 +267,7 @@ def show(name: str, cells: Sequence[config.Cell], made: Estimate) -> None:
         print(f"{cell.run_id}  {cell.task['name']:12} seed {cell.seed}  {cell.label}")
     print(f"{name}: {len(cells)} cells, {made.batches} batches, {made.finished} of them finished")
     if made.traces is None or made.disk is None:
-        print(
-            f"programs, minutes and disk: unknown until there is {' and '.join(made.missing)}; write kvlab fetch {made.missing[0]}"
-        )
+        print(f"programs, minutes and disk: unknown without {', '.join(made.missing)}; write kvlab fetch {made.missing[0]}")
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.traces.items())
     print(f"programs to compile: {sum(made.traces.values())} ({kinds})")

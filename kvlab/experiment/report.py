@@ -54,21 +54,40 @@ def counter(bar, name: str, cells: Sequence[config.Cell], folder: Path) -> Calla
 
 
 def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], folder: Path):
-    """Writes table.parquet and the picture, prints the table, returns the frame with a row per policy."""
+    """Writes table.parquet, samples.parquet and the picture, prints the table, returns the frame with a row per policy."""
     import pandas as pd
 
     table = pd.DataFrame([store.read_json(folder / cell.run_id / "summary.json") for cell in cells])
-    with store.writing(folder / "table.parquet") as part:
-        table.to_parquet(part)
+    each = samples(cells, folder)
+    for name, written in (("table", table), ("samples", each)):
+        with store.writing(folder / f"{name}.parquet") as part:
+            written.to_parquet(part)
     frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
     drawn = picture.draw(frame, folder / f"{name}.png")
     ranked = ranking.write(cells, folder)
     show(
         experiment,
         frame,
-        [path for path in (folder / "table.parquet", drawn, ranked) if path],
+        [path for path in (folder / "table.parquet", folder / "samples.parquet", drawn, ranked) if path],
         [by_task(table, cells), causes_table(causes.table(cells, folder))],
     )
+    return frame
+
+
+def samples(cells: list[config.Cell], folder: Path):
+    """A frame with a row per sample: what it is of, and its scalars. What is a number here and a text there becomes text."""
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        {"run_id": cell.run_id, "policy": cell.label, "task": cell.task["name"], "seed": cell.seed, "batch": batch, "sample": i}
+        | {name: value for name, value in row.items() if isinstance(value, str | int | float | None)}
+        for cell in cells
+        for (batch, i), row in store.Run(folder, cell).rows()
+    )
+    for name in frame.columns[frame.dtypes == object]:
+        known = frame[name].dropna()
+        if known.map(type).nunique() > 1:
+            frame[name] = known.map(str)
     return frame
 
 

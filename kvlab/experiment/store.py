@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ def write_text(path: Path, text: str) -> None:
 class Run:
     """The folder of one cell."""
 
-    def __init__(self, folder: Path, cell: Cell):
-        self.folder = folder / cell.run_id
+    def __init__(self, folder: Path, cell: Cell, name: str = ""):
+        self.folder = folder / (name or cell.run_id)
         self.cell = cell
         self.error = self.folder / "error.txt"
         self._made = ""
@@ -140,6 +140,10 @@ class Run:
 
     def batches(self) -> list[dict]:
         return [self.batch(index) for index in self.numbers()]
+
+    def rows(self) -> Iterator[tuple[tuple[int, int], dict]]:
+        """((batch, sample), row) of all that is finished."""
+        return (((index, i), row) for index in self.numbers() for i, row in enumerate(self.batch(index)["rows"]))
 
     def finish(self, summary: dict) -> None:
         """Writes the summary, and into the log what a kill, or copying folders over one another, took out of it."""

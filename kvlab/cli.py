@@ -67,7 +67,7 @@ def run(
         bool, typer.Option(help="Only compute, beside others in the same folder, and leave the table to them.")
     ] = True,
     launch: Annotated[str, typer.Option(help="Run it in several processes: local, or slurm (needs the extra 'slurm').")] = "",
-    workers: Annotated[int, typer.Option(help="With --launch: how many.")] = 2,
+    workers: Annotated[int | None, typer.Option(help="With --launch: how many; 2 by default.")] = None,
     slurm: Annotated[list[str], typer.Option(help="Option of the jobs: partition=long, time=120 (minutes). Repeatable.")] = [],  # noqa: B006
     wait: Annotated[bool, typer.Option(help="With --launch slurm: wait for the jobs and make the table.")] = True,
     json_: Json = None,
@@ -89,7 +89,7 @@ def run(
     from kvlab.experiment import report
     from kvlab.experiment import run as running
 
-    launching.checked(launch, workers, slurm, wait)
+    count = launching.checked(launch, workers, slurm, wait)
     place = running.folder(name, out, smoke)
     with _resumable():
         running.prepare(cells, place, fresh, retry)
@@ -97,8 +97,8 @@ def run(
         if not launch:
             running.compute(name, cells, place, accept_stale)
         elif launch == "local":
-            launching.local(words, workers, cells, place)
-        elif not launching.slurm(words, workers, cells, place, slurm, wait):
+            launching.local(words, count, cells, place)
+        elif not launching.slurm(words, count, cells, place, slurm, wait):
             print("the same command without --launch and what follows it makes the table, and helps")
             return
         if table:

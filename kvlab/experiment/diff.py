@@ -1,8 +1,8 @@
 """`kvlab diff`: two results beside each other, experiments or single cells, by what lies on disk.
 
-Cells are the same where their ids are, and belong together where policy label, task and seed agree; those differ in their config
-then. Figures are means over the cells that belong together. A verdict is on the samples that both have: the same model, task, seed,
-batch and place, of the same text. It asks whether the second loses against the first.
+Cells are the same where their ids are, and belong together where policy label, task and seed agree; then their configs differ.
+Figures are means over the cells that belong together. A verdict is on the samples that both have: of the same model, task, seed,
+batch and place, and of the same text. It asks whether the second loses against the first.
 """
 
 import dataclasses

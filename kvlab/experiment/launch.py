@@ -37,14 +37,17 @@ def unfinished(cells: Sequence[Cell], place: Path) -> list[Cell]:
     return [run.cell for run in runs if not run.failed and len(run.numbers()) < run.cell.make_task().count()]
 
 
-def checked(how: str, workers: int, options: Sequence[str], wait: bool) -> None:
-    """Errors: ConfigError for options that do not go together."""
+def checked(how: str, workers: int | None, options: Sequence[str], wait: bool) -> int:
+    """How many workers are asked for. Errors: ConfigError for options that do not go together."""
     if how not in ("", "local", "slurm"):
         raise ConfigError(f"--launch {how}; {nearest(how, ['local', 'slurm'])}")
-    if workers < 1:
+    if workers is not None and not how:
+        raise ConfigError(f"--workers {workers} alone starts none; write --launch local or --launch slurm beside it")
+    if workers is not None and workers < 1:
         raise ConfigError(f"--workers {workers}; allowed: 1 and more")
     if (options or not wait) and how != "slurm":
         raise ConfigError("--slurm and --no-wait are for jobs; write --launch slurm beside them")
+    return 2 if workers is None else workers
 
 
 # ------------------------------------------------------------------------------------------------------- on this machine

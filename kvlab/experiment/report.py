@@ -84,7 +84,7 @@ def samples(cells: list[config.Cell], folder: Path):
         for cell in cells
         for (batch, i), row in store.Run(folder, cell).rows()
     )
-    for name in frame.columns[frame.dtypes == object]:
+    for name in frame.select_dtypes("object"):
         known = frame[name].dropna()
         if known.map(type).nunique() > 1:
             frame[name] = known.map(str)

@@ -1,5 +1,6 @@
 """Sweeps that survive: killed, shared, with cells that fail, merged by copying; what a run would take, and what differs."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -378,6 +380,91 @@ def test_options_that_do_not_go_together(tmp_path, monkeypatch, capsys, options,
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------- slurm
+
+SLURM = {  # stands in for a cluster: jobs are processes, and the queue says which of them live
+    "sbatch": """
+        script = pathlib.Path(sys.argv[-1]).read_text()
+        number = str(len(list(here.glob("*.job"))) + 1)
+        (here / f"{number}.job").write_text(script)
+        environment = {**os.environ, "SLURM_JOB_ID": number, "SLURM_NODELIST": "here", "SLURM_JOB_NODELIST": "here"}
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        job = subprocess.Popen(["bash", here / f"{number}.job"], env=environment, start_new_session=True, **silent)
+        (here / f"{number}.pid").write_text(str(job.pid))
+        print("Submitted batch job", number)
+    """,
+    "squeue": """
+        for pid in here.glob("*.pid"):
+            stat = pathlib.Path("/proc") / pid.read_text() / "stat"
+            if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                print(pid.stem)
+    """,
+    "scancel": """
+        for number in sys.argv[1:]:
+            os.killpg(int((here / f"{number}.pid").read_text()), 9)
+    """,
+    "srun": "",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Slurm's commands on the path; afterwards no job is left."""
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    for name, body in SLURM.items():
+        header = f"#!{sys.executable}\nimport os, pathlib, subprocess, sys\nhere = pathlib.Path({str(folder)!r})\n"
+        (folder / name).write_text(header + textwrap.dedent(body))
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    yield folder
+    for pid in folder.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_jobs_over_one_folder(start, tmp_path, whole, cluster):
+    process = start("--launch", "slurm", "--workers=2", "--slurm", "partition=long", "--slurm", "time=30")
+    said, errors = process.communicate()
+    assert process.returncode == 0 and "jobs 1, 2, each: " in errors and "does it survive?" in said, errors
+    jobs = [path.read_text() for path in cluster.glob("*.job")]
+    assert len(jobs) == 2 and all("--partition=long" in job and "--time=30" in job for job in jobs)
+    assert lines(tmp_path / "out/sweep") == lines(whole[0])
+    same(whole[1], frame_of(tmp_path / "out"))
+
+
+def test_jobs_that_are_not_waited_for_go_on(start, tmp_path, cluster):
+    process = start("--launch", "slurm", "--workers=1", "--no-wait")
+    said, errors = process.communicate()
+    assert process.returncode == 0 and "the same command without --launch" in said and "does it survive?" not in said, errors
+    deadline = time.monotonic() + 300
+    while len(finished(tmp_path / "out/sweep")) < BATCHES:
+        assert time.monotonic() < deadline, [path.read_text() for path in tmp_path.glob("out/sweep/.slurm/*log*")]
+        time.sleep(0.1)
+
+
+def test_ctrl_c_cancels_the_jobs_that_are_waited_for(start, tmp_path, cluster):
+    process = start("--launch", "slurm", "--workers=1")
+    wait_for(lambda: finished(tmp_path / "out/sweep"), process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130 and "run the same command to go on" in errors
+    assert not subprocess.run(["squeue"], capture_output=True, text=True).stdout.split()
+
+
+def test_what_slurm_lacks_is_said(tmp_path, cluster, monkeypatch):
+    with pytest.raises(ConfigError, match="--slurm queue=long: .*queue.*partition"):
+        launch.slurm(["true"], 1, [], tmp_path, ["queue=long"], True)
+    for name in SLURM:
+        (cluster / name).unlink()
+    monkeypatch.setenv("PATH", str(cluster))
+    with pytest.raises(ConfigError, match="needs sbatch and squeue"):
+        launch.slurm(["true"], 1, [], tmp_path, [], True)
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match="pip install 'kvlab\\[slurm\\]'"):
+        launch.slurm(["true"], 1, [], tmp_path, [], True)
 
 
 # ----------------------------------------------------------------------------------------- one cell, a dry run, differences

@@ -207,7 +207,7 @@ def _submit(words: list[str], workers: int, place: Path, options: Sequence[str])
     given = dict(map(parse_override, options))
     try:
         executor = submitit.SlurmExecutor(folder=(place / ".slurm").absolute())
-        executor.update_parameters(**{"job_name": "kvlab", **given})
+        executor.update_parameters(**{"job_name": "kvlab", "use_srun": False, **given})
         return [executor.submit(submitit.helpers.CommandFunction(words)) for _ in range(workers)]
     except ValueError as error:  # its message lists all that there is
         raise ConfigError(f"--slurm {' '.join(options)}: {' '.join(str(error).split())}") from error

@@ -88,6 +88,7 @@ def run(
     from kvlab.experiment import launch as launching
     from kvlab.experiment import report
     from kvlab.experiment import run as running
+    from kvlab.experiment import slurm as jobs
 
     count = launching.checked(launch, workers, slurm, wait)
     place = running.folder(name, out, smoke)
@@ -98,7 +99,7 @@ def run(
             running.compute(name, cells, place, accept_stale)
         elif launch == "local":
             launching.local(words, count, cells, place)
-        elif not launching.slurm(words, count, cells, place, slurm, wait):
+        elif not jobs.run(words, count, cells, place, slurm, wait):
             print("the same command without --launch and what follows it makes the table, and helps")
             return
         if table:

@@ -20,7 +20,7 @@ import tomli_w
 import kvlab
 from kvlab import cli, loop
 from kvlab.errors import ConfigError, FailedCells, ResultsError
-from kvlab.experiment import config, diff, dry, launch, sharing, store
+from kvlab.experiment import config, diff, dry, launch, sharing, slurm, store
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
 
@@ -456,15 +456,15 @@ def test_ctrl_c_cancels_the_jobs_that_are_waited_for(start, tmp_path, cluster):
 
 def test_what_slurm_lacks_is_said(tmp_path, cluster, monkeypatch):
     with pytest.raises(ConfigError, match="--slurm queue=long: .*queue.*partition"):
-        launch.slurm(["true"], 1, [], tmp_path, ["queue=long"], True)
+        slurm.run(["true"], 1, [], tmp_path, ["queue=long"], True)
     for name in SLURM:
         (cluster / name).unlink()
     monkeypatch.setenv("PATH", str(cluster))
     with pytest.raises(ConfigError, match="needs sbatch and squeue"):
-        launch.slurm(["true"], 1, [], tmp_path, [], True)
+        slurm.run(["true"], 1, [], tmp_path, [], True)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match="pip install 'kvlab\\[slurm\\]'"):
-        launch.slurm(["true"], 1, [], tmp_path, [], True)
+        slurm.run(["true"], 1, [], tmp_path, [], True)
 
 
 # ----------------------------------------------------------------------------------------- one cell, a dry run, differences

@@ -2,7 +2,7 @@
 
 Programs follow from shapes and policies, of the first batches of each model and task; so do bytes, by what `store` writes of a
 batch. Minutes are those of finished batches of the same model and task, wherever they lie in the results folder; where there are
-none they come from `Arithmetic`, which is a guess.
+none they are a guess (see `pace`).
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 
 from kvlab import parts
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.core import PAGE
 from kvlab.decode import bucket, budgets, needs, per_layer
-from kvlab.experiment import compare, config, store
+from kvlab.experiment import compare, config, pace, store
+from kvlab.experiment.pace import Seen
 from kvlab.models.config import ModelConfig
 from kvlab.needs import REPLAYED
-from kvlab.tasks import Batch, Task
+from kvlab.tasks import Batch
 
 LOOKED_AT = 4  # batches of each model and task whose shapes are looked at
 STEPS = 4  # steps of a batch whose entropy is kept
@@ -50,39 +50,6 @@ class Estimate:
         return {"cells": listed, **dataclasses.asdict(self)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Arithmetic:
-    """A machine by three figures: operations and bytes a second that one process gets done, seconds to compile a program."""
-
-    operations: float = 4e10
-    bytes: float = 8e9
-    program: float = 3.0
-
-    @property
-    def words(self) -> str:
-        return f"a guess: {self.operations:.0e} operations and {self.bytes:.0e} bytes a second, {self.program:g} s a program"
-
-    def batch(self, model: ModelConfig, weights: int, batch: Batch, policies: int) -> float:
-        """Seconds that a batch takes: one prefill for all, and steps of each policy, which read all weights."""
-        T, B = bucket(max(map(len, batch.prompts))), len(batch.rows)
-        wide = model.heads * model.head_dim * model.layers
-        prefill = len(batch.prompts) * (2 * weights * T + 2 * wide * T * T)
-        kv = 8 * B * T * model.kv_heads * model.head_dim * model.layers
-        step = max(2 * weights * B / self.operations, 4 * weights / self.bytes) + kv / self.bytes
-        return prefill / self.operations + policies * batch.new_tokens * step
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """A group of cells as far as it is looked at: the model's shape, a few batches, every cell's policies."""
-
-    cells: list[config.Cell]
-    model: ModelConfig
-    task: Task
-    batches: list[Batch]
-    policies: list[tuple]
-
-
 def estimate(cells: Sequence[config.Cell], out: Path, name: str) -> Estimate:
     """What the cells would take, beside what the results folder `out/name` has of them. Errors: KvlabError, as the run's own."""
     runs = [store.Run(out / name, cell) for cell in cells]
@@ -97,7 +64,7 @@ def estimate(cells: Sequence[config.Cell], out: Path, name: str) -> Estimate:
     seen = [look(group, looks) for group in groups.values()]
     traces = programs(seen)
     left = {run.cell.run_id: (count - len(run.numbers())) / count for run, count in zip(runs, counts)}
-    seconds, basis = duration(seen, left, history(out), sum(traces.values()))
+    seconds, basis = pace.duration(seen, left, pace.history(out), sum(traces.values()))
     return Estimate(sum(counts), done, traces, seconds / 60, basis, round(sum(disk(group, left) for group in seen)))
 
 
@@ -207,58 +174,7 @@ def _batch_bytes(group: Seen, batch: Batch, policies: tuple) -> float:
     return arrays + texts + 2 * (22 * n + 150)
 
 
-# -------------------------------------------------------------------------------------------------------------- minutes
-
-
-def history(out: Path) -> dict[str, dict[str, list[float]]]:
-    """Of every (model, task) in a results folder: seconds of finished batches by policy, prefill's under "prefill"."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for path in out.glob("*/*/config.toml"):
-        lines = store.read_lines(path.parent / "metrics.jsonl")
-        raw = parts.read_toml(path) if lines else {}
-        if "task" not in raw:
-            continue
-        times = found.setdefault(json.dumps([raw["model"], raw["task"]], sort_keys=True), {"prefill": []})
-        own = times.setdefault(_policy(raw), [])
-        for line in (line for line in lines if "step_seconds" in line):
-            times["prefill"].append(line["prefill_seconds"])
-            own.append(line["fill_seconds"] + line["first_step_seconds"] + sum(line["step_seconds"]))
-    return found
-
-
-def _policy(raw: dict[str, Any]) -> str:
-    return json.dumps([raw.get("policy"), raw.get("layers")], sort_keys=True)
-
-
-def duration(groups: Sequence[Seen], left: dict[str, float], past: dict, traces: int) -> tuple[float, str]:
-    """Seconds for what is left, and in words where they come from."""
-    seconds, known, guessed, guess = 0.0, 0, 0, Arithmetic()
-    for group in groups:
-        count, cells = group.task.count(), group.cells
-        most = max(left[cell.run_id] for cell in cells)
-        times = past.get(json.dumps([cells[0].model, cells[0].task], sort_keys=True))
-        if times is None:
-            guessed += 1
-            each = guess.batch(group.model, _weights(group.model), group.batches[0], len(cells))
-            seconds += each * count * statistics.mean(left[cell.run_id] for cell in cells)
-            continue
-        known += len(times["prefill"])
-        of = lambda cell, times=times: times.get(_policy(msgspec.to_builtins(cell))) or _others(times)
-        seconds += count * most * statistics.median(times["prefill"])
-        seconds += sum(count * left[cell.run_id] * statistics.mean(of(cell)) for cell in cells)
-    if guessed == len(groups):
-        return seconds + guess.program * traces * (max(left.values()) > 0), guess.words
-    return seconds, f"times of {known} finished batches" + (f"; a guess for {guessed} of {len(groups)} groups" * (guessed > 0))
-
-
-def _others(times: dict[str, list[float]]) -> list[float]:
-    return [value for key, values in times.items() if key != "prefill" for value in values]
-
-
-def _weights(m: ModelConfig) -> int:
-    """Numbers in a model's matrices."""
-    each = m.hidden * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + 3 * m.hidden * m.ffn
-    return m.layers * each + m.vocab * m.hidden
+# -------------------------------------------------------------------------------------------------------------- in words
 
 
 def show(name: str, cells: Sequence[config.Cell], made: Estimate) -> None:

@@ -1,4 +1,4 @@
-"""An experiment by several processes over one results folder (see `sharing`), here or under Slurm.
+"""An experiment by several processes over one results folder (see `sharing`), here; `slurm` has them under Slurm.
 
 A worker is a command that anybody could type, `kvlab run FILE … --no-table`: one that was stopped, or died, is started again by
 typing it. Whoever starts the workers only counts what lies on disk, and makes the table at the end.
@@ -48,9 +48,6 @@ def checked(how: str, workers: int | None, options: Sequence[str], wait: bool) -
     if (options or not wait) and how != "slurm":
         raise ConfigError("--slurm and --no-wait are for jobs; write --launch slurm beside them")
     return 2 if workers is None else workers
-
-
-# ------------------------------------------------------------------------------------------------------- on this machine
 
 
 @dataclasses.dataclass
@@ -167,65 +164,3 @@ def last_words(log: Path) -> str:
     """The last line of a log that says something."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-# --------------------------------------------------------------------------------------------------------- under Slurm
-
-
-def slurm(words: list[str], workers: int, cells: Sequence[Cell], place: Path, options: Sequence[str], wait: bool) -> bool:
-    """Submits the command as so many jobs, and waits until they end; True if it waited.
-
-    Args:
-      options: "key=value", such as "partition=long" and "time=120" (minutes), as `submitit.SlurmExecutor` names them.
-    Errors: ConfigError without submitit or Slurm, and for options that there are not; ResultsError as in `local`.
-    """
-    jobs = _submit(words, workers, place, options)
-    ids = [job.job_id for job in jobs]
-    print(f"jobs {', '.join(ids)}, each: {shlex.join(words)}", file=sys.stderr)
-    if not wait:
-        return False
-    try:
-        _watch(ids, cells, place)
-    except BaseException:
-        subprocess.run(["scancel", *ids], check=False)
-        raise
-    if left := unfinished(cells, place):
-        raise ResultsError(
-            f"jobs {', '.join(ids)} ended and {len(left)} cells are not finished; the last one's words: "
-            f"{last_words(Path(jobs[-1].paths.stderr))!r} ({jobs[-1].paths.folder}); run the same command to go on"
-        )
-    return True
-
-
-def _submit(words: list[str], workers: int, place: Path, options: Sequence[str]) -> list:
-    from kvlab.experiment.config import parse_override
-
-    try:
-        import submitit
-    except ImportError as error:
-        raise ConfigError("--launch slurm needs submitit; write pip install 'kvlab[slurm]', or pip install submitit") from error
-    given = dict(map(parse_override, options))
-    try:
-        executor = submitit.SlurmExecutor(folder=(place / ".slurm").absolute())
-        executor.update_parameters(**{"job_name": "kvlab", "use_srun": False, **given})
-        return [executor.submit(submitit.helpers.CommandFunction(words)) for _ in range(workers)]
-    except ValueError as error:  # its message lists all that there is
-        raise ConfigError(f"--slurm {' '.join(options)}: {' '.join(str(error).split())}") from error
-    except (RuntimeError, OSError, submitit.core.utils.FailedJobError) as error:
-        raise ConfigError(f"--launch slurm: {error}; it needs sbatch and squeue, and options that the cluster takes") from error
-
-
-def _watch(ids: Sequence[str], cells: Sequence[Cell], place: Path) -> None:
-    """Shows what lies on disk until Slurm has none of the jobs any more, or nothing is left to do."""
-    with report.progress() as bar:
-        seen = report.counter(bar, place.name, cells, place)
-        while unfinished(cells, place) and _queued(ids):
-            time.sleep(10 * WAIT)
-            seen("")
-        seen("")
-
-
-def _queued(ids: Sequence[str]) -> bool:
-    """Whether a job waits or runs; by the queue, since not every cluster keeps accounts."""
-    done = subprocess.run(["squeue", "--noheader", "--format=%i"], capture_output=True, text=True, check=False)
-    return done.returncode != 0 or bool(set(ids) & set(done.stdout.split()))

@@ -64,7 +64,7 @@ def run(
     fresh: Fresh = False,
     retry: Retry = False,
     table: Annotated[
-        bool, typer.Option(help="Only compute, beside others in the same folder, and leave the table to them.")
+        bool, typer.Option(help="Make the table; without it, only compute beside others in the same folder.")
     ] = True,
     launch: Annotated[str, typer.Option(help="Run it in several processes: local, or slurm (needs the extra 'slurm').")] = "",
     workers: Annotated[int | None, typer.Option(help="With --launch: how many; 2 by default.")] = None,
@@ -102,10 +102,16 @@ def run(
         elif not jobs.run(words, count, cells, place, slurm, wait):
             print("the same command without --launch and what follows it makes the table, and helps")
             return
-        if table:
-            write_json(json_, report.as_json(running.conclude(name, experiment, cells, place)))
-        else:
-            running.lament(cells, place)
+        if not table:
+            running.raise_failed(cells, place)
+            return
+        try:
+            frame = running.conclude(name, experiment, cells, place)
+        except FailedCells as error:
+            if error.frame is not None:
+                write_json(json_, report.as_json(error.frame))
+            raise
+    write_json(json_, report.as_json(frame))
 
 
 @app.command()

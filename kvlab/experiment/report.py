@@ -59,9 +59,9 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
 
     table = pd.DataFrame([store.read_json(folder / cell.run_id / "summary.json") for cell in cells])
     each = samples(cells, folder)
-    for name, written in (("table", table), ("samples", each)):
-        with store.writing(folder / f"{name}.parquet") as part:
-            written.to_parquet(part)
+    for file, rows in (("table.parquet", table), ("samples.parquet", each)):
+        with store.writing(folder / file) as part:
+            rows.to_parquet(part)
     frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
     drawn = picture.draw(frame, folder / f"{name}.png")
     ranked = ranking.write(cells, folder)

@@ -119,7 +119,7 @@ def conclude(name: str, experiment: config.Experiment, cells: list[config.Cell],
     return frame
 
 
-def lament(cells: list[config.Cell], place: Path) -> None:
+def raise_failed(cells: list[config.Cell], place: Path) -> None:
     """Speaks of what failed, without a table. Errors: FailedCells."""
     failures.conclude(failures.found(cells, place), len(cells))
 

@@ -179,14 +179,15 @@ def test_a_batch_is_waited_for_and_taken_over(start, tmp_path, whole):
         def kill_once_it_waits(*_):
             looks.append(len(finished(folder)))
             holder.kill()
-            holder.communicate()
+            holder.wait()
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner.time, "sleep", kill_once_it_waits)
             frame = kvlab.run(SWEEP, out=tmp_path)
     finally:
         holder.kill()
-        holder.communicate()
+        holder.wait()
+        holder.stdout.close()
     assert looks[0] == BATCHES - len(POLICIES), "everything else was done meanwhile"
     same(whole[1], frame)
 
@@ -310,16 +311,6 @@ def test_one_cell_that_fails_is_one_line(tmp_path, monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------------------- workers
 
 
-def test_workers_over_one_folder(start, tmp_path, whole):
-    process = start("--launch", "local", "--workers", "2", f"--json={tmp_path / 'made.json'}")
-    said, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "2 workers in" in errors and "--no-table" in errors and "does it survive?" in said
-    assert lines(tmp_path / "out/sweep") == lines(whole[0])
-    same(whole[1], frame_of(tmp_path / "out"))
-    assert len(json.loads((tmp_path / "made.json").read_text())["policies"]) == 3
-
-
 def workers_of(process):
     """The ids of a process's children."""
     return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
@@ -332,13 +323,16 @@ def wait_for(condition, process):
         time.sleep(0.02)
 
 
-def test_a_worker_that_dies_is_spoken_of_and_replaced_by_the_others(start, tmp_path, whole):
-    process = start("--launch", "local", "--workers", "2")
-    wait_for(lambda: len(workers_of(process)) == 2, process)
+def test_workers_do_the_work_of_one_that_dies(start, tmp_path, whole):
+    process = start("--launch", "local", "--workers", "2", f"--json={tmp_path / 'made.json'}")
+    wait_for(lambda: len(workers_of(process)) == 2 and finished(tmp_path / "out/sweep"), process)
     os.kill(workers_of(process)[0], signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == 0 and "worker 0 was killed by SIGKILL" in errors, errors
+    said, errors = process.communicate()
+    assert process.returncode == 0 and "does it survive?" in said, errors
+    assert "2 workers in" in errors and "--no-table" in errors and "worker 0 was killed by SIGKILL" in errors
+    assert lines(tmp_path / "out/sweep") == lines(whole[0])
     same(whole[1], frame_of(tmp_path / "out"))
+    assert len(json.loads((tmp_path / "made.json").read_text())["policies"]) == 3
 
 
 def test_ctrl_c_stops_all_workers_and_says_how_to_go_on(start, tmp_path, whole):
@@ -520,28 +514,30 @@ def test_samples_of_unlike_tasks_are_one_table(tmp_path):
     frame.to_parquet(tmp_path / "x.parquet")
 
 
-LIKELIHOOD = {"name": "likelihood", "length": 96, "contexts": 2, "continuation": 8, "text": "stdlib"}
-
-
-def test_a_dry_run_says_what_a_run_takes(tmp_path):
+def test_a_dry_run_says_what_a_run_takes(on_tiny, tiny, tmp_path, monkeypatch):
     """Programs and disk, beside what a run of tasks of both kinds compiled and wrote."""
-    tasks = [SWEEP["base"]["task"], LIKELIHOOD]
-    sweep = {**SWEEP, "grid": {"task": tasks, "policy": [*POLICIES, {"retention": {"name": "h2o", "size": 64}}]}}
+    monkeypatch.setattr(dry, "described", lambda name: (tiny.config, tiny.tokenizer))
+    tasks = [
+        {"name": "needle", "length": 300, "contexts": 3, "needles": 2, "new_tokens": 6, "text": "stdlib"},
+        {"name": "likelihood", "length": 128, "contexts": 2, "continuation": 8, "text": "stdlib"},
+    ]
+    policies = [*POLICIES[1:], {"retention": {"name": "snapkv", "ratio": 0.5}}]
+    sweep = {**SWEEP, "base": {"model": {"name": "tiny"}}, "grid": {"task": tasks, "policy": policies}}
     cells = config.expand(config.read(sweep)[1])
     said = dry.estimate(cells, tmp_path, "sweep")
-    assert said.batches == 16 and said.finished == 0 and said.basis.startswith("a guess") and 0 < said.minutes < 10
+    assert said.batches == 12 and said.finished == 0 and said.basis.startswith("a guess") and 0 < said.minutes < 10
     for each in (loop.prefill, loop.fill, loop.decode):
         each.clear_cache()
     kvlab.run(sweep, out=tmp_path)
     made = {name: getattr(loop, name)._cache_size() for name in said.traces}
-    assert said.traces == pytest.approx(made, rel=0.2), "within a fifth"
-    written = sum(
-        path.stat().st_size for cell in cells for path in (tmp_path / "sweep" / cell.run_id).rglob("*") if path.is_file()
-    )
+    assert said.traces == pytest.approx(made, rel=0.25), "within a quarter"
+    files = [path for cell in cells for path in (tmp_path / "sweep" / cell.run_id).rglob("*") if path.is_file()]
+    written = sum(path.stat().st_size for path in files)
     assert written / 1.7 < said.disk < written * 1.7
     again = dry.estimate(cells, tmp_path, "sweep")
-    assert (again.finished, again.minutes, again.disk) == (16, 0, 0)
-    assert dry.estimate(cells, tmp_path, "other").basis == "times of 16 finished batches"
+    assert (again.finished, again.minutes, again.disk) == (12, 0, 0)
+    other = dry.estimate(cells, tmp_path, "other")
+    assert other.basis == "times of 12 finished batches" and 0 < other.minutes < 10
 
 
 def test_a_dry_run_does_not_fetch(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.errors import ConfigError, KvlabError
+from kvlab.errors import ConfigError, FailedCells, KvlabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests on.")
@@ -23,6 +23,7 @@ Smoke = Annotated[bool, typer.Option(help="Use the file's [smoke] overrides.")]
 Out = Annotated[Path, typer.Option(help="Folder of results.")]
 Stale = Annotated[bool, typer.Option(help="Build on results of other code, weights or text.")]
 Fresh = Annotated[bool, typer.Option(help="Discard what these cells have so far.")]
+Retry = Annotated[bool, typer.Option("--retry", help="Try cells again that failed before.")]
 Peers = Annotated[bool, typer.Option("--peers", help="Compare with transformers (needs the extra 'peers').")]
 
 Policies = Annotated[
@@ -54,32 +55,62 @@ def write_json(path: Path | None, figures: dict) -> None:
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="An experiment, such as experiments/quickstart.toml.")],
+    file: Annotated[Path, typer.Argument(help="An experiment, such as experiments/quickstart.toml, or a cell's config.toml.")],
     set_: Set = [],  # noqa: B006
     smoke: Smoke = False,
-    dry_run: Annotated[bool, typer.Option(help="List the cells and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Say what it would take, and stop.")] = False,
     out: Out = Path("results"),
     accept_stale: Stale = False,
     fresh: Fresh = False,
+    retry: Retry = False,
+    table: Annotated[
+        bool, typer.Option(help="Make the table; without it, only compute beside others in the same folder.")
+    ] = True,
+    launch: Annotated[str, typer.Option(help="Run it in several processes: local, or slurm (needs the extra 'slurm').")] = "",
+    workers: Annotated[int | None, typer.Option(help="With --launch: how many; 2 by default.")] = None,
+    slurm: Annotated[list[str], typer.Option(help="Option of the jobs: partition=long, time=120 (minutes). Repeatable.")] = [],  # noqa: B006
+    wait: Annotated[bool, typer.Option(help="With --launch slurm: wait for the jobs and make the table.")] = True,
     json_: Json = None,
 ) -> None:
     """Run an experiment: every cell, resumable, then a table and a picture."""
     from kvlab.experiment import config
 
     _beside([str(file)])
+    name, experiment = config.read(file)
+    cells = config.expand(experiment, set_, smoke)
     if dry_run:
-        name, experiment = config.read(file)
-        cells = config.expand(experiment, set_, smoke)
-        for cell in cells:
-            print(f"{cell.run_id}  {cell.task['name']:12} seed {cell.seed}  {cell.label}")
-        print(f"{name}: {len(cells)} cells, {sum(c.make_task().count() for c in cells)} batches")
-        write_json(json_, {"cells": [{"run_id": c.run_id, "policy": c.label, "task": c.task["name"]} for c in cells]})
-        return
-    from kvlab.experiment import report
-    from kvlab.experiment.run import run as run_
+        from kvlab.experiment import dry
 
+        made = dry.estimate(cells, out, name + "-smoke" * smoke)
+        dry.show(name, cells, made)
+        write_json(json_, made.as_json(cells))
+        return
+    from kvlab.experiment import launch as launching
+    from kvlab.experiment import report
+    from kvlab.experiment import run as running
+    from kvlab.experiment import slurm as jobs
+
+    count = launching.checked(launch, workers, slurm, wait)
+    place = running.folder(name, out, smoke)
     with _resumable():
-        frame = run_(file, set_, smoke, out, accept_stale, fresh)
+        running.prepare(cells, place, fresh, retry)
+        words = launching.command(file, set_, smoke, out, accept_stale)
+        if not launch:
+            running.compute(name, cells, place, accept_stale)
+        elif launch == "local":
+            launching.local(words, count, cells, place)
+        elif not jobs.run(words, count, cells, place, slurm, wait):
+            print("the same command without --launch and what follows it makes the table, and helps")
+            return
+        if not table:
+            running.raise_failed(cells, place)
+            return
+        try:
+            frame = running.conclude(name, experiment, cells, place)
+        except FailedCells as error:
+            if error.frame is not None:
+                write_json(json_, report.as_json(error.frame))
+            raise
     write_json(json_, report.as_json(frame))
 
 
@@ -91,6 +122,7 @@ def check(
     out: Out = Path("results"),
     accept_stale: Stale = False,
     fresh: Fresh = False,
+    retry: Retry = False,
     junit: Annotated[Path | None, typer.Option(help="Also write the findings as JUnit XML.")] = None,
     json_: Json = None,
 ) -> None:
@@ -99,12 +131,27 @@ def check(
 
     _beside([str(file)])
     with _resumable():
-        made = module.check(file, set_, smoke, out, accept_stale, fresh)
+        made = module.check(file, set_, smoke, out, accept_stale, fresh, retry)
     module.show(made)
     write_json(json_, made.as_json())
     if junit is not None:
         module.write_junit(made, file.stem, junit)
     raise typer.Exit(module.CODE[made.outcome])
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="Results of an experiment or of a cell, such as results/quickstart.")],
+    second: Annotated[Path, typer.Argument(help="Those to hold against them.")],
+    json_: Json = None,
+) -> None:
+    """What differs between two results: cells, configs, digests, figures, and a verdict on the samples of both."""
+    from kvlab.experiment import diff as module
+    from kvlab.experiment import diff_table
+
+    made = module.diff(first, second)
+    diff_table.show(made)
+    write_json(json_, made)
 
 
 @app.command()
@@ -359,4 +406,4 @@ def main() -> None:
         app()
     except KvlabError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.code if isinstance(error, FailedCells) else 2)

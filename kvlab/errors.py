@@ -25,6 +25,19 @@ class ResultsError(KvlabError):
     """A results folder cannot be written, read or resumed."""
 
 
+class FailedCells(KvlabError):
+    """Cells of an experiment failed while the others went on.
+
+    Attributes:
+      code: what the command line exits with: 2 if every error was a `KvlabError`, else 1.
+      frame: the table of the cells that are done; None where there are none.
+    """
+
+    def __init__(self, message: str, code: int = 2, frame=None):
+        super().__init__(message)
+        self.code, self.frame = code, frame
+
+
 def nearest(given: str, allowed) -> str:
     """`"did you mean 'x'? "` for the closest allowed word (or nothing), then the whole list."""
     import difflib

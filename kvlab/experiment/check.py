@@ -44,6 +44,7 @@ def check(
     out: str | Path = "results",
     accept_stale: bool = False,
     fresh: bool = False,
+    retry: bool = False,
 ) -> Judgement:
     """Runs what a file and the rules ask for and judges it; arguments and resuming as in `kvlab.run`.
 
@@ -56,7 +57,7 @@ def check(
     subjects = list(dict.fromkeys(cell.label for cell in asked if not compare.is_full(cell)))
     _complete(name, asked, subjects)
     cells = with_controls(asked)
-    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh)
+    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry)
     folder = run.folder(name, Path(out), smoke)
     findings = judged(cells, folder, experiment, subjects)
     return Judgement(judge.outcome(findings), findings, drift.figures(cells, folder), frame)

@@ -56,12 +56,7 @@ def columns(cells: list[config.Cell], folder: Path, margins: config.Margins) -> 
 
 
 def samples(cells: list[config.Cell], folder: Path) -> Samples:
-    return {
-        (cell.group, index, i): row
-        for cell in cells
-        for index, batch in enumerate(store.Run(folder, cell).batches())
-        for i, row in enumerate(batch["rows"])
-    }
+    return {(cell.group, *key): row for cell in cells for key, row in store.Run(folder, cell).rows()}
 
 
 def clusters(rows: Samples) -> dict[tuple, tuple]:

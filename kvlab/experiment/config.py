@@ -8,6 +8,8 @@ expect   = "..."            what is expected, and how long it takes
 [smoke]                     "dotted.path" = value: makes it small; "grid.dotted.path" = [values] replaces an axis
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 [check]                     for `kvlab check`: worst_margin, long_contexts, repetition_margin: see `Rules`
+
+A cell's own config.toml, as results hold it (model, task, policy, seed and no question), is an experiment of that cell alone.
 """
 
 import copy
@@ -187,7 +189,11 @@ def read(source: str | Path | dict) -> tuple[str, Experiment]:
     if isinstance(source, dict):
         return source.get("name", "experiment"), _experiment({k: v for k, v in source.items() if k != "name"}, "config")
     path = Path(source)
-    return path.stem, _experiment(parts.read_toml(path), str(path))
+    raw = parts.read_toml(path)
+    if {"model", "task"} <= set(raw) and "question" not in raw:
+        cell = convert(raw, Cell, str(path))
+        return cell.run_id, Experiment(f"one cell: {cell.label}, {cell.task.get('name')}, seed {cell.seed}", base=raw)
+    return path.stem, _experiment(raw, str(path))
 
 
 def _experiment(raw: dict, where: str) -> Experiment:

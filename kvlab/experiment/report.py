@@ -1,6 +1,7 @@
 """What a run shows when it is done: tables, a picture, and the frame behind them."""
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,53 @@ def progress():
     return Progress(*columns, console=Console(stderr=True))
 
 
+def counter(bar, name: str, cells: Sequence[config.Cell], folder: Path) -> Callable[[str], None]:
+    """A function that brings a progress bar to what lies on disk, whoever put it there, under the words that it is given."""
+    runs = [(store.Run(folder, cell), cell.make_task().count()) for cell in cells]
+    task = bar.add_task(name, total=sum(count for _, count in runs))
+
+    def show(words: str) -> None:
+        done = sum(count if each.failed else len(each.numbers()) for each, count in runs)
+        bar.update(task, completed=done, **({"description": words} if words else {}))
+
+    return show
+
+
 def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], folder: Path):
-    """Writes table.parquet and the picture, prints the table, returns the frame with a row per policy."""
+    """Writes table.parquet, samples.parquet and the picture, prints the table, returns the frame with a row per policy."""
     import pandas as pd
 
     table = pd.DataFrame([store.read_json(folder / cell.run_id / "summary.json") for cell in cells])
-    with store.writing(folder / "table.parquet") as part:
-        table.to_parquet(part)
+    each = samples(cells, folder)
+    for file, rows in (("table.parquet", table), ("samples.parquet", each)):
+        with store.writing(folder / file) as part:
+            rows.to_parquet(part)
     frame = with_verdicts(by_policy(table), compare.columns(cells, folder, experiment.margins))
     drawn = picture.draw(frame, folder / f"{name}.png")
     ranked = ranking.write(cells, folder)
     show(
         experiment,
         frame,
-        [path for path in (folder / "table.parquet", drawn, ranked) if path],
+        [path for path in (folder / "table.parquet", folder / "samples.parquet", drawn, ranked) if path],
         [by_task(table, cells), causes_table(causes.table(cells, folder))],
     )
+    return frame
+
+
+def samples(cells: list[config.Cell], folder: Path):
+    """A frame with a row per sample: what it is of, and its scalars. What is a number here and a text there becomes text."""
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        {"run_id": cell.run_id, "policy": cell.label, "task": cell.task["name"], "seed": cell.seed, "batch": batch, "sample": i}
+        | {name: value for name, value in row.items() if isinstance(value, str | int | float | None)}
+        for cell in cells
+        for (batch, i), row in store.Run(folder, cell).rows()
+    )
+    for name in frame.select_dtypes("object"):
+        known = frame[name].dropna()
+        if known.map(type).nunique() > 1:
+            frame[name] = known.map(str)
     return frame
 
 

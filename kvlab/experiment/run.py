@@ -1,7 +1,8 @@
 """Runs the cells of an experiment.
 
 Cells that see the same prompts form a group: for each batch the prompts are prefilled once, and every policy of the group
-fills its own cache from that record, answers, is scored and is written down. Finished batches are never computed again.
+fills its own cache from that record, answers, is scored and is written down. Finished batches are never computed again,
+and a batch is computed by one process only (see `sharing`). A cell that fails does not stop the others (see `failures`).
 """
 
 import dataclasses
@@ -21,13 +22,16 @@ from kvlab import compilation, memory
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
-from kvlab.experiment import causes, compare, config, reads, report, store
+from kvlab.experiment import causes, compare, config, failures, reads, report, sharing, store
 from kvlab.models import load
 from kvlab.needs import REPLAYED
+from kvlab.policy import Policy
+from kvlab.session import padded
 from kvlab.tasks import Answers, Batch, Task
 
 ENTROPY_STEPS = 4  # steps of a sample whose entropy and reads are kept, evenly spaced
 FULL = reads.FULL
+WAIT = 0.5  # seconds between looks at what other processes are at
 
 
 def run(
@@ -37,18 +41,22 @@ def run(
     out: str | Path = "results",
     accept_stale: bool = False,
     fresh: bool = False,
+    retry: bool = False,
 ):
     """Runs an experiment file (or the same tables as a dict) and returns its table, a pandas frame with a row per policy.
+
+    Several processes may do so at once, into the same folder: they share the batches out among themselves.
 
     Args:
       overrides: "dotted.path=value" strings, as after `--set`.
       smoke: use the file's [smoke] overrides; results go to a folder of their own.
       accept_stale: build on results of other code, weights or text.
       fresh: discard what the cells have so far.
-    Errors: KvlabError with one clear line; finished batches stay.
+      retry: try cells again that failed before.
+    Errors: KvlabError with one clear line; finished batches stay. FailedCells at the end, where cells failed.
     """
     name, experiment = config.read(source)
-    return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh)
+    return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh, retry)
 
 
 def folder(name: str, out: Path, smoke: bool) -> Path:
@@ -57,20 +65,75 @@ def folder(name: str, out: Path, smoke: bool) -> Path:
 
 
 def execute(
-    name: str, experiment: config.Experiment, cells: list[config.Cell], out: Path, smoke: bool, accept_stale: bool, fresh: bool
+    name: str,
+    experiment: config.Experiment,
+    cells: list[config.Cell],
+    out: Path,
+    smoke: bool,
+    accept_stale: bool,
+    fresh: bool,
+    retry: bool = False,
 ):
     """Runs cells and returns the table; as `run`, for cells that were expanded already."""
     place = folder(name, out, smoke)
+    prepare(cells, place, fresh, retry)
+    compute(name, cells, place, accept_stale)
+    return conclude(name, experiment, cells, place)
+
+
+def prepare(cells: list[config.Cell], place: Path, fresh: bool, retry: bool) -> None:
+    """What is done once, before anybody computes. Errors: ResultsError."""
     store.check_writable(place)
-    with report.progress() as bar:
-        total = sum(cell.make_task().count() for cell in cells)
-        task = bar.add_task(name, total=total)
-        groups: dict[str, list[config.Cell]] = {}
-        for cell in cells:
-            groups.setdefault(cell.group, []).append(cell)
-        for group in groups.values():
-            Group(group, place, accept_stale, fresh, lambda what: bar.update(task, advance=1, description=what)).run()
-    return report.finish(name, experiment, cells, place)
+    if fresh:
+        store.discard(place, cells)
+    if retry:
+        failures.forget(cells, place)
+    failures.announce(failures.found(cells, place))
+
+
+def compute(name: str, cells: list[config.Cell], place: Path, accept_stale: bool) -> None:
+    """Computes what nobody else does, then waits for the others and takes over what those leave that die."""
+    groups: dict[str, list[config.Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group, []).append(cell)
+    with sharing.at_work(place), report.progress() as bar:
+        seen = report.counter(bar, name, cells, place)
+        left = [(same, index) for same in groups.values() for index in Group(same, place, accept_stale, seen).run()]
+        while left:
+            time.sleep(WAIT)
+            free = [(same, index) for same, index in left if not sharing.busy(place, group_name(same[0]), index)]
+            done = [(same, index) for same, index in free if Group(same, place, accept_stale, seen).batch(index)]
+            left = [each for each in left if each not in done]
+            seen("waiting for others")
+
+
+def conclude(name: str, experiment: config.Experiment, cells: list[config.Cell], place: Path):
+    """The table of what is done. Errors: FailedCells."""
+    failed = failures.found(cells, place)
+    without = {each.cell.run_id for each in failed}
+    done = [cell for cell in cells if cell.run_id not in without]
+    for cell in done:
+        finish(cell, place)
+    frame = report.finish(name, experiment, done, place) if done else None
+    failures.conclude(failed, len(cells), frame)
+    return frame
+
+
+def raise_failed(cells: list[config.Cell], place: Path) -> None:
+    """Speaks of what failed, without a table. Errors: FailedCells."""
+    failures.conclude(failures.found(cells, place), len(cells))
+
+
+def finish(cell: config.Cell, place: Path) -> None:
+    """Writes the summary of a cell whose batches are all there; whoever does, it is the same."""
+    each, task = store.Run(place, cell), cell.make_task()
+    if each.numbers() == list(range(task.count())):
+        each.finish(summarise(task, each))
+
+
+def group_name(cell: config.Cell) -> str:
+    """A short name of the group that a cell belongs to."""
+    return hashlib.sha256(cell.group.encode()).hexdigest()[:12]
 
 
 @functools.lru_cache(maxsize=1)
@@ -80,77 +143,117 @@ def engine(name: str) -> Engine:
 
 
 class Group:
-    """Cells with the same model, task and seed."""
+    """Cells with the same model, task and seed. Those that failed, now or before, are left out."""
 
-    def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, fresh: bool, done):
+    def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, seen: Callable[[str], None]):
         self.engine = engine(model_name(cells[0].model))
         self.task: Task = cells[0].make_task()
-        self.seed = cells[0].seed
-        self.done = done
+        self.seed, self.folder, self.seen = cells[0].seed, folder, seen
+        self.name = group_name(cells[0])
+        self.runs: list[tuple[store.Run, tuple[Policy, ...]]] = []
         env = environment(self.engine, self.task)
-        self.runs = [(store.Run(folder, cell), cell.make_policies(self.engine.config)) for cell in cells]
-        for each, _ in self.runs:
-            each.open({**env, "files": files_digest(each.cell)}, accept_stale, fresh)
+        for each in (store.Run(folder, cell) for cell in cells):
+            if not each.failed:
+                with failures.kept(each):
+                    policies = each.cell.make_policies(self.engine.config)
+                    each.open({**env, "files": files_digest(each.cell)}, accept_stale)
+                    self.runs.append((each, policies))
         self.runs.sort(key=lambda run: not compare.is_full(run[0].cell))  # the others' causes lean on its answers
 
-    def run(self) -> None:
-        for index in range(self.task.count()):
-            todo = [(each, policies) for each, policies in self.runs if not each.has(index)]
-            for each, _ in self.runs:
-                if each.has(index):
-                    self.done(each.cell.label)
-            if todo:
-                self._batch(index, todo)
-        for each, policies in self.runs:
-            each.finish(summarise(self.task, each, policies))
+    def run(self) -> list[int]:
+        """Computes every batch that nobody else is at, and returns those that others are."""
+        left = [index for index in range(self.task.count()) if not self.batch(index)]
+        for each, _ in self.runs:
+            if not each.failed:
+                finish(each.cell, self.folder)
+        return left
 
-    def _batch(self, index: int, todo) -> None:
-        batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
+    def batch(self, index: int) -> bool:
+        """Computes what is missing of a batch; False where another process is at it."""
+        if not self._todo(index):
+            self.seen("")
+            return True
+        with sharing.batch(self.folder, self.name, index) as mine:
+            if mine and (todo := self._todo(index)):  # somebody may have finished it meanwhile
+                self._compute(index, todo)
+            return mine
 
-        @functools.cache
-        def prompt(block: int) -> Prefilled:
-            asking = [policy for each, policies in todo if each.cell.prefill_block == block for policy in policies]
-            return self.engine.prefill(batch.prompts, needs(asking), block)
+    def _todo(self, index: int) -> list[tuple[store.Run, tuple[Policy, ...]]]:
+        return [(each, policies) for each, policies in self.runs if not (each.failed or each.has(index))]
 
-        reference = self._reference(batch, prompt)
-        full = functools.cache(lambda: self._full(index, batch, prompt(PREFILL_BLOCK)))
+    def _compute(self, index: int, todo) -> None:
+        batch = functools.cache(lambda: self.task.batch(index, self.seed, self.engine.model.tokenizer))
+        prompts = Prompts(self.engine, batch, todo)
+        reference = functools.cache(lambda: self._reference(batch(), prompts))
+        full = functools.cache(lambda: self._full(index, batch(), prompts))
         for each, policies in todo:
-            made = decode(self.engine, prompt(each.cell.prefill_block), policies, batch, logits=self.task.compares_logits)
-            scores = self.task.score(batch, made.answers, reference.answers if reference else None)
-            rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
-            drift = made.drift(reference) if reference and not batch.sampling else None
-            if drift is not None:
-                rows = [{**row, "drift": float(mean)} for row, mean in zip(rows, drift.mean((0, 1)))]
-            if batch.spans:
-                mine = compare.is_full(each.cell)
-                for i, row in enumerate(rows):
-                    model = not row["correct"] and (mine or not full()[i])
-                    row["cause"] = causes.cause(row, model, causes.rounds(policies))
-            arrays = {
-                "kept": made.kept,
-                "entropy": made.entropy,
-                "entropy_steps": made.entropy_steps,
-                "rows": np.array(batch.rows),
-            }
-            arrays |= {} if drift is None else {"drift": drift}
-            arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
-            each.write(index, rows, arrays, made.timing)
-            self.done(each.cell.label)
+            with failures.kept(each):
+                self._cell(index, each, policies, batch(), prompts, reference(), full)
+            self.seen(each.cell.label)
             compilation.relieve()
 
-    def _reference(self, batch: Batch, prompt: Callable[[int], Prefilled]) -> "Decoded | None":
+    def _cell(self, index: int, each: store.Run, policies, batch: Batch, prompts: "Prompts", reference, full) -> None:
+        """One cell's share of a batch, from the record to the disk."""
+        made = decode(self.engine, prompts.of(each.cell, policies), policies, batch, logits=self.task.compares_logits)
+        scores = self.task.score(batch, made.answers, reference.answers if reference else None)
+        rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
+        drift = made.drift(reference) if reference and not batch.sampling else None
+        if drift is not None:
+            rows = [{**row, "drift": float(mean)} for row, mean in zip(rows, drift.mean((0, 1)))]
+        if batch.spans:
+            mine = compare.is_full(each.cell)
+            for i, row in enumerate(rows):
+                model = not row["correct"] and (mine or not full()[i])
+                row["cause"] = causes.cause(row, model, causes.rounds(policies))
+        arrays = {
+            "kept": made.kept,
+            "entropy": made.entropy,
+            "entropy_steps": made.entropy_steps,
+            "rows": np.array(batch.rows),
+            "answers": padded(made.answers.tokens, max(map(len, made.answers.tokens)), -1),
+        }
+        arrays |= {} if drift is None else {"drift": drift}
+        arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
+        each.write(index, rows, arrays, made.timing)
+
+    def _reference(self, batch: Batch, prompts: "Prompts") -> "Decoded | None":
         """What the full fp32 cache gives, where the task compares with it."""
         if not (self.task.compares_logits or self.task.compares_answers):
             return None
-        return decode(self.engine, prompt(PREFILL_BLOCK), FULL, batch, logits=self.task.compares_logits)
+        return decode(self.engine, prompts.plain(), FULL, batch, logits=self.task.compares_logits)
 
-    def _full(self, index: int, batch: Batch, prompt: Prefilled) -> list[bool]:
+    def _full(self, index: int, batch: Batch, prompts: "Prompts") -> list[bool]:
         """Which samples the full fp32 cache gets right: as a cell of the group has it, or else decoded for this."""
         for each, _ in self.runs:
             if compare.is_full(each.cell) and each.has(index):
                 return [row["correct"] for row in each.batch(index)["rows"]]
-        made = decode(self.engine, prompt, FULL, batch, logits=False)
+        made = decode(self.engine, prompts.plain(), FULL, batch, logits=False)
         return [score["correct"] for score in self.task.score(batch, made.answers)]
+
+
+class Prompts:
+    """The records of a batch's prompts: one for all cells, or one for each where what some of them need cannot be had."""
+
+    def __init__(self, engine: Engine, batch: Callable[[], Batch], todo: Sequence[tuple[store.Run, tuple[Policy, ...]]]):
+        self._engine, self._batch, self._todo = engine, batch, todo
+        self._shared = functools.cache(self._joint)
+
+    def of(self, cell: config.Cell, policies: Sequence[Policy]) -> Prefilled:
+        return self._get(cell.prefill_block, policies)
+
+    def plain(self) -> Prefilled:
+        """As the full fp32 cache is compared with."""
+        return self._get(PREFILL_BLOCK, ())
+
+    def _get(self, block: int, policies: Sequence[Policy]) -> Prefilled:
+        return self._shared(block) or self._engine.prefill(self._batch().prompts, needs(policies), block)
+
+    def _joint(self, block: int) -> Prefilled | None:
+        asking = [policy for each, policies in self._todo if each.cell.prefill_block == block for policy in policies]
+        try:
+            return self._engine.prefill(self._batch().prompts, needs(asking), block)
+        except Exception:  # each cell meets it again by itself, if it is its own
+            return None
 
 
 @dataclasses.dataclass
@@ -240,7 +343,7 @@ def timing(session: Session, prompt: Prefilled, rows: int) -> dict[str, Any]:
     }
 
 
-def summarise(task: Task, each: store.Run, policies) -> dict[str, Any]:
+def summarise(task: Task, each: store.Run) -> dict[str, Any]:
     """A cell's figures from its batches on disk, so that a resumed run gives what an undisturbed one does."""
     batches = each.batches()
     rows = [row for b in batches for row in b["rows"]]
@@ -292,7 +395,7 @@ def code_digest() -> str:
     root = Path(kvlab.__file__).parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.parts[len(root.parts)] not in ("cli.py", "bench"):
+        if path.parts[len(root.parts)] not in ("cli.py", "__main__.py", "bench"):
             total.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return total.hexdigest()
 

@@ -4,16 +4,20 @@ results/<experiment>/<run_id>/config.toml         written first
                               env.json            digests of code, weights, text and the files a cell names; versions
                               metrics.jsonl       a line per finished batch
                               samples/00000.json  rows of one batch (its presence means: finished)
-                              samples/00000.npz   kept positions, prompt tokens, entropy
+                              samples/00000.npz   kept positions, prompt tokens, token ids of the answers, entropy
+                              error.txt           why the cell failed, where it did (see `kvlab.experiment.failures`)
                               summary.json        written last (its presence means: done)
 results/<experiment>/table.parquet                a row per cell
+results/<experiment>/samples.parquet              a row per sample, scalars only
 results/<experiment>/ranking.json                 where layers were sparse one at a time (see `kvlab.experiment.ranking`)
 """
 
+import hashlib
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +25,16 @@ import msgspec
 import numpy as np
 
 from kvlab.errors import ResultsError
+from kvlab.experiment import sharing
 from kvlab.experiment.config import Cell
+
+SAME = ("code", "weights", "text", "files")  # what results must have in common to be built on
 
 
 @contextmanager
 def writing(path: Path):
     """A temporary path that becomes `path` when the block ends well. Errors: ResultsError for a full or read-only disk."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{sharing.here()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
@@ -47,53 +54,120 @@ def write_text(path: Path, text: str) -> None:
 class Run:
     """The folder of one cell."""
 
-    def __init__(self, folder: Path, cell: Cell):
-        self.folder = folder / cell.run_id
+    def __init__(self, folder: Path, cell: Cell, name: str = ""):
+        self.folder = folder / (name or cell.run_id)
         self.cell = cell
+        self.error = self.folder / "error.txt"
+        self._made = ""
 
-    def open(self, env: dict[str, Any], accept_stale: bool = False, fresh: bool = False) -> None:
+    def open(self, env: dict[str, Any], accept_stale: bool = False) -> None:
         """Creates the folder, or checks that what is in it was made by the same code, weights, text and files."""
-        if fresh:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        about = self.folder / "env.json"
-        if about.exists() and not accept_stale:
-            check_same(self.folder, read_json(about), env)
-        if not about.exists():
-            import tomli_w
+        about, self._made = self.folder / "env.json", made_by(env)
+        with sharing.exclusive(self.folder.parent):
+            if about.exists() and not accept_stale:
+                check_same(self.folder, read_json(about), env)
+                self._check_merged()
+            if not about.exists():
+                self._describe()
+                write_text(about, json.dumps(env, indent=1))
 
-            write_text(self.folder / "config.toml", tomli_w.dumps(msgspec.to_builtins(self.cell)))
-            write_text(about, json.dumps(env, indent=1))
+    def _describe(self) -> None:
+        import tomli_w
+
+        write_text(self.folder / "config.toml", tomli_w.dumps(msgspec.to_builtins(self.cell)))
+
+    def _check_merged(self) -> None:
+        """Refuses batches that came from elsewhere, by copying folders over one another. Errors: ResultsError."""
+        for index in self.numbers():
+            if self.batch(index).get("made", self._made) != self._made:
+                raise ResultsError(
+                    f"{self._batch(index)} was made with other code, weights, text or files than its folder says; "
+                    "remove it, pass --accept-stale to build on it, or --fresh to start over"
+                )
+
+    @property
+    def failed(self) -> bool:
+        return self.error.exists()
+
+    def fail(self, text: str) -> None:
+        """Writes down why the cell failed."""
+        self._describe()
+        write_text(self.error, text)
+
+    def forget(self) -> None:
+        """Has a failed cell tried again; by whatever code there is by now, where nothing of it was finished."""
+        self.error.unlink(missing_ok=True)
+        if not self.numbers():
+            (self.folder / "env.json").unlink(missing_ok=True)
 
     def _batch(self, index: int) -> Path:
         return self.folder / "samples" / f"{index:05d}.json"
 
+    def numbers(self) -> list[int]:
+        """The finished batches. By listing: on network file systems a file that was missing may be remembered as missing."""
+        try:
+            names = os.listdir(self.folder / "samples")
+        except FileNotFoundError:
+            return []
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+
     def has(self, index: int) -> bool:
-        return self._batch(index).exists()
+        return index in self.numbers()
 
     def batch(self, index: int) -> dict:
         """A finished batch."""
         return read_json(self._batch(index))
 
     def write(self, index: int, rows: list[dict], arrays: dict[str, np.ndarray], timing: dict) -> None:
+        """Finishes a batch; its caller is the only one at it."""
+        for torn in (self.folder / "samples").glob(f".{index:05d}.*.part"):
+            torn.unlink(missing_ok=True)  # of a process that was killed
         with writing(self._batch(index).with_suffix(".npz")) as part, open(part, "wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
-        write_text(self._batch(index), json.dumps({"rows": rows, "timing": timing}))
+        with sharing.exclusive(self.folder.parent):
+            write_text(self._batch(index), json.dumps({"rows": rows, "timing": timing, "made": self._made}))
+            self._log([{"batch": index, **timing}])
+
+    def _log(self, lines: list[dict]) -> None:
+        """Adds lines to the log; the caller holds the folder's lock."""
+        path = self.folder / "metrics.jsonl"
         try:
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as log:
-                log.write(json.dumps({"batch": index, **timing}) + "\n")
+            torn = path.exists() and not path.read_bytes().endswith(b"\n")  # a process was killed while it wrote
+            with open(path, "a", encoding="utf-8") as log:
+                log.write("\n" * torn + "".join(json.dumps(line) + "\n" for line in lines))
         except OSError as error:
-            raise ResultsError(f"cannot write {self.folder / 'metrics.jsonl'}: {error.strerror}") from error
+            raise ResultsError(f"cannot write {path}: {error.strerror}") from error
 
     def batches(self) -> list[dict]:
-        return [read_json(path) for path in sorted((self.folder / "samples").glob("*.json"))]
+        return [self.batch(index) for index in self.numbers()]
+
+    def rows(self) -> Iterator[tuple[tuple[int, int], dict]]:
+        """((batch, sample), row) of all that is finished."""
+        return (((index, i), row) for index in self.numbers() for i, row in enumerate(self.batch(index)["rows"]))
 
     def finish(self, summary: dict) -> None:
+        """Writes the summary, and into the log what a kill, or copying folders over one another, took out of it."""
+        with sharing.exclusive(self.folder.parent):
+            logged = {line.get("batch") for line in read_lines(self.folder / "metrics.jsonl")}
+            self._log([{"batch": i, **self.batch(i)["timing"]} for i in self.numbers() if i not in logged])
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+
+
+def made_by(env: dict[str, Any]) -> str:
+    """What results must have in common, in one word."""
+    return hashlib.sha256("".join(f"{env.get(what, '')} " for what in SAME).encode()).hexdigest()[:16]
+
+
+def discard(folder: Path, cells: Iterable[Cell]) -> None:
+    """Removes what cells have so far. Errors: ResultsError while another process works in the folder."""
+    with sharing.alone(folder):
+        for cell in cells:
+            shutil.rmtree(folder / cell.run_id, ignore_errors=True)
 
 
 def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> None:
     """Refuses to build on what other code, weights, text, gate or ranking made. Errors: ResultsError."""
-    for what in ("code", "weights", "text", "files"):
+    for what in SAME:
         if before.get(what, "") != env.get(what, ""):
             raise ResultsError(
                 f"{folder} was made with other {what} ({str(before.get(what))[:12]} against {str(env.get(what))[:12]}); "
@@ -108,7 +182,18 @@ def read_json(path: Path) -> dict:
         raise ResultsError(f"{path} cannot be read ({error}); remove its folder and run again") from error
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The objects in a file that has one a line; none where there is no file, and what is torn is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
+
+
 def check_writable(folder: Path) -> None:
     """Fails before any work is done."""
     write_text(folder / ".writable", "")
-    (folder / ".writable").unlink()
+    (folder / ".writable").unlink(missing_ok=True)  # another process may have been quicker

@@ -131,18 +131,24 @@ def mean_difference(policy, reference, clusters=None, alpha: float = 0.05, seed:
     Up to 29 clusters mean ± t √variance; from 30 on a percentile bootstrap over clusters, which follows skew. Fewer than two
     clusters give an infinite interval; equal values everywhere give one of no width.
     """
+    made = students(policy, reference, clusters, alpha)
+    if made.clusters < BOOTSTRAP_FROM:
+        return made
+    a, b = paired(policy, reference)
+    low, high = bootstrap(group(a - b, clusters), alpha, seed)
+    return made._replace(low=low, high=high)
+
+
+def students(policy, reference, clusters=None, alpha: float = 0.05) -> Estimate:
+    """As `mean_difference`, by mean ± t √variance at any number of clusters: for levels too small to be seen in resamples."""
     check_alpha(alpha)
     a, b = paired(policy, reference)
     grouped = group(a - b, clusters)
     n, k, variance = len(a), len(grouped.totals), grouped.variance()
     if k < 2:
         return Estimate(grouped.mean, -math.inf, math.inf, n, k, grouped.clustered, math.inf)
-    if k < BOOTSTRAP_FROM:
-        half = student(1 - alpha, k) * math.sqrt(variance)
-        low, high = grouped.mean - half, grouped.mean + half
-    else:
-        low, high = bootstrap(grouped, alpha, seed)
-    return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
+    half = student(1 - alpha, k) * math.sqrt(variance)
+    return Estimate(grouped.mean, grouped.mean - half, grouped.mean + half, n, k, grouped.clustered, variance * n)
 
 
 def bootstrap(grouped: Grouped, alpha: float = 0.05, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:

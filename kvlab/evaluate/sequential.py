@@ -3,8 +3,8 @@
 A point is looked at at the shares t₁ < … < t_L = 1 of its samples. Look l shows a loss below the margin where the bound at level
 a_l says so. The levels are those at which a Brownian motion is first above its boundary with probability α(t_l) − α(t_l−1)
 (Lan & DeMets, 1983, https://doi.org/10.1093/biomet/70.3.659), α(t) = alpha · t^ρ (Kim & DeMets, 1987,
-https://doi.org/10.1093/biomet/74.1.149): all looks together err with probability alpha at most. They are used on Student's and
-Tango's bounds as levels, which keeps the error with few clusters too (Jennison & Turnbull, 2000, chapter 11.3).
+https://doi.org/10.1093/biomet/74.1.149): all looks together err with probability alpha at most. They are used as levels of
+Student's bounds, which serves with few clusters too (Jennison & Turnbull, 2000, chapter 11.3).
 Stopping for a loss or for futility can only make a pass rarer, so it costs none of alpha.
 """
 
@@ -127,7 +127,7 @@ def predicted(z: float, plan: Plan, number: int) -> float:
 
 
 def together(states: Sequence[str]) -> str:
-    """Of several scores of one point: it passes when all pass (Berger, 1982, Technometrics 24, 295–300), and fails when one fails."""
+    """Of several scores of one point: it passes when all pass (Berger, 1982, Technometrics 24, 295–300), fails when one fails."""
     return next((state for state in (FAIL, FUTILE, OPEN) if state in states), PASS)
 
 
@@ -139,11 +139,11 @@ def depth(values: int) -> int:
 def bisect(values: int, alpha: float, visit: Callable[[int, float], str]) -> int:
     """The last of the values 0 … values − 1 that passes, −1 if none does; `visit(index, level)` gives a state.
 
-    Values are ordered so that losses only grow. A value that does not pass costs its level, one that passes costs nothing, and the
+    Values are ordered so that losses only grow. A value that does not pass costs its level, one that passes costs nothing; the
     next gets what is left over the steps that may follow. So a value that loses the margin or more is returned with probability
-    alpha at most: up to the first wrong pass, those that are visited of such values are the ones of one path that the truth
-    fixes (after a pass that was missed only good values follow), and the levels along any path sum up to alpha at most. Each value
-    at the level alpha would not do: on a flat curve several that are bad get their chance.
+    alpha at most: up to the first wrong pass, the values visited of that kind lie on one path that the truth fixes (once a pass
+    is missed only good values follow), and levels along any path sum up to alpha at most. The whole of alpha for every value
+    would not do: on a flat curve several bad ones get their chance.
     """
     check_alpha(alpha)
     passed, refused, left = -1, values, alpha

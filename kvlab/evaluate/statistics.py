@@ -131,24 +131,42 @@ def mean_difference(policy, reference, clusters=None, alpha: float = 0.05, seed:
     Up to 29 clusters mean ± t √variance; from 30 on a percentile bootstrap over clusters, which follows skew. Fewer than two
     clusters give an infinite interval; equal values everywhere give one of no width.
     """
-    made = students(policy, reference, clusters, alpha)
-    if made.clusters < BOOTSTRAP_FROM:
-        return made
-    a, b = paired(policy, reference)
-    low, high = bootstrap(group(a - b, clusters), alpha, seed)
-    return made._replace(low=low, high=high)
-
-
-def students(policy, reference, clusters=None, alpha: float = 0.05) -> Estimate:
-    """As `mean_difference`, by mean ± t √variance at any number of clusters: for levels too small to be seen in resamples."""
     check_alpha(alpha)
     a, b = paired(policy, reference)
     grouped = group(a - b, clusters)
     n, k, variance = len(a), len(grouped.totals), grouped.variance()
     if k < 2:
         return Estimate(grouped.mean, -math.inf, math.inf, n, k, grouped.clustered, math.inf)
-    half = student(1 - alpha, k) * math.sqrt(variance)
-    return Estimate(grouped.mean, grouped.mean - half, grouped.mean + half, n, k, grouped.clustered, variance * n)
+    if k < BOOTSTRAP_FROM:
+        half = student(1 - alpha, k) * math.sqrt(variance)
+        low, high = grouped.mean - half, grouped.mean + half
+    else:
+        low, high = bootstrap(grouped, alpha, seed)
+    return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
+
+
+def unskewed(policy, reference, clusters=None, alpha: float = 0.05) -> Estimate:
+    """As `mean_difference`, for levels too small to be seen in resamples: Student's bounds, with skew between clusters taken off.
+
+    (estimate − mean) / error is t, with t + g (2 t² + 1) / 6 + g² t³ / 27 Student's, g = skewness / √K
+    (Hall, 1992, J. R. Statist. Soc. B 54, 221–228). Without that, losses that few documents carry pass twice as often as alpha.
+    """
+    check_alpha(alpha)
+    a, b = paired(policy, reference)
+    grouped = group(a - b, clusters)
+    n, k, variance = len(a), len(grouped.totals), grouped.variance()
+    if k < 2:
+        return Estimate(grouped.mean, -math.inf, math.inf, n, k, grouped.clustered, math.inf)
+    apart, error, quantile = grouped.totals - grouped.sizes * grouped.mean, math.sqrt(variance), student(1 - alpha, k)
+    spread = math.sqrt((apart**2).mean())
+    g = float(((apart / spread) ** 3).mean()) / math.sqrt(k) if spread > 0 else 0.0
+    low, high = (grouped.mean - _hall(sign * quantile, g) * error for sign in (1, -1))
+    return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
+
+
+def _hall(y: float, g: float) -> float:
+    """The t whose transformation is y."""
+    return 3 / g * (float(np.cbrt(1 + g * (y - g / 6))) - 1) if abs(g) > 1e-6 else y
 
 
 def bootstrap(grouped: Grouped, alpha: float = 0.05, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from scipy import optimize, special
 
 from kvlab.evaluate.clusters import check_alpha, student
 from kvlab.evaluate.statistics import Estimate
+from kvlab.evaluate.verdict import items_needed
 
 PASS, FAIL, FUTILE, OPEN = "pass", "fail", "futile", "open"
 PASSING, FAILING = 2.0, 1.0  # ρ: a pass waits for samples, a loss is told as early as it shows
@@ -29,7 +30,7 @@ GRID, REACH = 801, 8.0  # points, and standard deviations, of the density betwee
 def levels(alpha: float, shares: tuple[float, ...], power: float) -> tuple[float, ...]:
     """One-sided level of each look at `shares` of the samples, rising up to 1, that spends alpha · share^power."""
     check_alpha(alpha)
-    spent = np.array([alpha * t**power for t in shares])
+    spent = [alpha * t**power for t in shares]
     return tuple(float(special.ndtr(-z)) for z in boundaries(shares, spent))
 
 
@@ -80,7 +81,7 @@ class Seen:
     """What a look shows: `state` is pass, fail, futile or open; `low` and `high` hold over all looks.
 
     difference, low, high: policy − reference in the items' unit. items, clusters: what was compared. chance: of a pass with all
-    samples.
+    samples. needed: items that settle the margin with power 0.8 if nothing changed.
     """
 
     state: str
@@ -91,6 +92,7 @@ class Seen:
     items: int
     clusters: int
     chance: float
+    needed: float
 
 
 def look(estimate: Callable[[float], Estimate], margin: float, plan: Plan, number: int, worse: str = "lower") -> Seen:
@@ -102,7 +104,8 @@ def look(estimate: Callable[[float], Estimate], margin: float, plan: Plan, numbe
     chance = predicted(_score(strict, margin - loss, most - loss, plan.passing[number]), plan, number)
     last = number + 1 == len(plan.shares)
     state = PASS if most < margin else FAIL if least > margin else FUTILE if chance < HOPE and not last else OPEN
-    return Seen(state, value, low, high, margin, items, clusters, float(state == PASS) if last else chance)
+    needed = items_needed(strict, margin, plan.passing[-1])
+    return Seen(state, value, low, high, margin, items, clusters, float(state == PASS) if last else chance, needed)
 
 
 def _score(estimate: Estimate, distance: float, half: float, level: float) -> float:

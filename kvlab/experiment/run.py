@@ -22,6 +22,7 @@ from kvlab.attention import PREFILL_BLOCK
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import causes, compare, config, reads, report, store
+from kvlab.experiment.kept import Kept
 from kvlab.models import load
 from kvlab.needs import REPLAYED
 from kvlab.tasks import Answers, Batch, Task
@@ -48,6 +49,8 @@ def run(
     Errors: KvlabError with one clear line; finished batches stay.
     """
     name, experiment = config.read(source)
+    if experiment.search is not None:
+        raise ConfigError(f"{name}: has a [search] table; write kvlab run FILE --search")
     return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh)
 
 
@@ -80,9 +83,10 @@ def engine(name: str) -> Engine:
 
 
 class Group:
-    """Cells with the same model, task and seed."""
+    """Cells with the same model, task and seed. `kept` holds prompts and the reference's answers beyond their batch."""
 
-    def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, fresh: bool, done):
+    def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, fresh: bool, done, kept: Kept | None = None):
+        self.kept = kept or Kept()
         self.engine = engine(model_name(cells[0].model))
         self.task: Task = cells[0].make_task()
         self.seed = cells[0].seed
@@ -95,24 +99,30 @@ class Group:
 
     def run(self) -> None:
         for index in range(self.task.count()):
-            todo = [(each, policies) for each, policies in self.runs if not each.has(index)]
-            for each, _ in self.runs:
-                if each.has(index):
-                    self.done(each.cell.label)
-            if todo:
-                self._batch(index, todo)
+            self.step(index)
         for each, policies in self.runs:
             each.finish(summarise(self.task, each, policies))
 
+    def step(self, index: int) -> None:
+        """Runs one batch in the cells that have not finished it."""
+        todo = [(each, policies) for each, policies in self.runs if not each.has(index)]
+        for each, _ in self.runs:
+            if each.has(index):
+                self.done(each.cell.label)
+        if todo:
+            self._batch(index, todo)
+
     def _batch(self, index: int, todo) -> None:
         batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)
+        place = (self.runs[0][0].cell.group, index)
 
         @functools.cache
         def prompt(block: int) -> Prefilled:
             asking = [policy for each, policies in todo if each.cell.prefill_block == block for policy in policies]
-            return self.engine.prefill(batch.prompts, needs(asking), block)
+            needed = frozenset(needs(asking))
+            return self.kept.get((*place, block, needed), lambda: self.engine.prefill(batch.prompts, needed, block))
 
-        reference = self._reference(batch, prompt)
+        reference = self.kept.get((*place, "reference"), lambda: self._reference(batch, prompt))
         full = functools.cache(lambda: self._full(index, batch, prompt(PREFILL_BLOCK)))
         for each, policies in todo:
             made = decode(self.engine, prompt(each.cell.prefill_block), policies, batch, logits=self.task.compares_logits)

@@ -65,9 +65,15 @@ def read(experiment: config.Experiment, overrides: Sequence[str] = (), smoke: bo
     for axis in [*experiment.grid, *experiment.zip]:
         if axis.partition(".")[0] not in ("task", "seed"):
             raise ConfigError(f"search: the grid varies {axis}; allowed: task and seed. Put what all points share into [base]")
+    search = msgspec.structs.replace(search, values=_alike(search.values))
     points = [_point(experiment, search, value, overrides, smoke) for value in search.values]
     _check(search, points)
     return search, points
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    """Whole numbers among others as floats: an int leaf would be another program than a float one."""
+    return [float(value) for value in values] if {type(value) for value in values} == {int, float} else values
 
 
 def _point(experiment: config.Experiment, search: Search, value: Any, overrides: Sequence[str], smoke: bool) -> Point:

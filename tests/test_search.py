@@ -128,6 +128,8 @@ def test_what_is_written_beside_the_cells(recall):
     assert made["batches_of_all"] == 4 * 48 > made["batches_spent"]
     assert (found.folder / "search.png").stat().st_size > 5000
     assert set(kvlab.results.load(found.folder)["policy"]) >= {"full", "hysparse gate tiny-recall sinks 0 recent 1 sparsity 0.9"}
+    complete = [each for each in found.visited.values() if each.batches == found.batches]
+    assert len(kvlab.results.load(found.folder, "cells")) == 2 * (len(complete) + 1), "cells that are cut short have no summary"
 
 
 def comparable(folder):

@@ -100,8 +100,7 @@ class Group:
     def run(self) -> None:
         for index in range(self.task.count()):
             self.step(index)
-        for each, policies in self.runs:
-            each.finish(summarise(self.task, each, policies))
+        self.finish()
 
     def step(self, index: int) -> None:
         """Runs one batch in the cells that have not finished it."""
@@ -111,6 +110,12 @@ class Group:
                 self.done(each.cell.label)
         if todo:
             self._batch(index, todo)
+
+    def finish(self) -> None:
+        """Writes the summaries of cells that have all batches."""
+        for each, policies in self.runs:
+            if all(each.has(index) for index in range(self.task.count())):
+                each.finish(summarise(self.task, each, policies))
 
     def _batch(self, index: int, todo) -> None:
         batch = self.task.batch(index, self.seed, self.engine.model.tokenizer)

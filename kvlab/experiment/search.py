@@ -117,6 +117,7 @@ class Driver:
                     each.spend(place)
                     self.bar.update(task, advance=1)
                 each.look()
+        each.finish()
         spent = each.looks, each.batches, len(each.mine), len(programs)
         self.visited[index] = Visited(point.name, point.value, each.state, level, *spent, each.seen)
         return each.state

@@ -7,6 +7,7 @@ results/<experiment>/<run_id>/config.toml         written first
                               samples/00000.npz   kept positions, prompt tokens, entropy
                               summary.json        written last (its presence means: done)
 results/<experiment>/table.parquet                a row per cell
+results/<experiment>/search.json                  what `kvlab run --search` found, and search.png
 results/<experiment>/ranking.json                 where layers were sparse one at a time (see `kvlab.experiment.ranking`)
 """
 

@@ -3,7 +3,6 @@
 It passes when every score that the tasks give does, answers and likelihood, and fails when one fails (`sequential.together`).
 """
 
-import functools
 from collections.abc import Callable
 
 from kvlab.errors import ConfigError
@@ -31,7 +30,8 @@ class Visit:
     ):
         self.course, self.plans, self.margins = course, plans, margins
         self.cells = {cell.group: cell for cell in point.cells}
-        self.group = functools.cache(lambda name: group(self.cells[name]))
+        self.groups: dict[str, run.Group] = {}
+        self.open = group
         self.mine: compare.Samples = {}
         self.full: compare.Samples = {}
         self.seen: dict[str, Seen] = {}
@@ -40,12 +40,19 @@ class Visit:
     def spend(self, place: Place) -> None:
         """Runs a batch, unless it is there, and takes its samples in."""
         name, index = place
-        group = self.group(name)
+        if name not in self.groups:
+            self.groups[name] = self.open(self.cells[name])
+        group = self.groups[name]
         group.step(index)
         for each, _ in group.runs:
             into = self.mine if each.cell == self.cells[name] else self.full
             into.update({(name, index, i): row for i, row in enumerate(each.batch(index)["rows"])})
         self.batches += 1
+
+    def finish(self) -> None:
+        """Writes the summaries of cells that are complete."""
+        for group in self.groups.values():
+            group.finish()
 
     def look(self) -> None:
         """Judges every measure that has new samples and has not passed. Errors: ConfigError for a task without a score."""

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS
 from kvlab.experiment import store
 from kvlab.experiment.answer import losses
@@ -10,6 +12,7 @@ from kvlab.experiment.search import Found
 
 COLOURS = {PASS: "tab:green", FAIL: "tab:red", FUTILE: "tab:orange", OPEN: "tab:gray"}
 AXES = {ANSWERS: "answers lost, points", "likelihood": "likelihood lost, nats a token"}
+FAR = 1e6  # where an interval that has no end is cut
 
 
 def draw(found: Found, path: Path) -> None:
@@ -28,23 +31,22 @@ def draw(found: Found, path: Path) -> None:
 
 
 def _panel(place, found: Found, kind: str) -> None:
-    """Numbers stand where they are, anything else in the order of the file."""
-    values = found.search.values
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    across = values if numeric else list(range(len(values)))
+    """Values stand at equal distances, since those worth asking for crowd at one end."""
     for state, colour in COLOURS.items():
-        shown = [(across[i], *losses(kind, each.seen[kind])) for i, each in found.visited.items() if each.state == state]
+        shown = [(i, *losses(kind, each.seen[kind])) for i, each in found.visited.items() if each.state == state]
         if shown:
             x, y, low, high = zip(*shown)
-            ends = [[b - a for a, b in zip(low, y)], [b - a for a, b in zip(y, high)]]
+            ends = np.clip([np.subtract(y, low), np.subtract(high, y)], 0, FAR)
             place.errorbar(x, y, ends, fmt="o", color=colour, capsize=3, label=state)
     margin = found.margins.accuracy_margin * 100 if kind == ANSWERS else found.margins.nll_margin
     place.axhline(margin, color="black", ls="--", lw=1, label="margin")
     place.axhline(0, color="0.8", lw=1, zorder=0)
     place.set_xlabel(found.search.path)
     place.set_ylabel(AXES[kind])
-    place.set_xticks(across, [name.partition(" ")[2] for name in found.names])
+    names = [name.partition(" ")[2] for name in found.names]
+    place.set_xticks(range(len(names)), names, rotation=0 if max(map(len, names)) < 6 else 30)
+    place.set_xlim(-0.5, len(names) - 0.5)
     reach = [abs(x) for each in found.visited.values() for x in losses(kind, each.seen[kind])[:1]]
     top = 1.5 * max([margin, *reach])
     place.set_ylim(-top / 2, top)
-    place.legend(frameon=False, fontsize="small")
+    place.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize="small")

@@ -36,12 +36,12 @@ WINDOW = {
     "base": {"model": {"name": "tiny"}, "seed": 3},
     "grid": {
         "task": [
-            {"name": "needle", "length": 300, "contexts": 2, "needles": 2, "new_tokens": 3, "text": "stdlib"},
-            {"name": "likelihood", "length": 128, "contexts": 3, "continuation": 8, "text": "stdlib"},
+            {"name": "needle", "length": 250, "contexts": 2, "needles": 2, "new_tokens": 3, "text": "stdlib"},
+            {"name": "likelihood", "length": 250, "contexts": 3, "continuation": 4, "text": "stdlib"},
         ],
     },
     "search": {"path": "policy.retention", "values": [{"name": "window", "size": n, "sinks": 4} for n in (188, 124, 60)]},
-    "verdict": {"accuracy_margin": 0.9, "nll_margin": 1e-9, "alpha": 0.2},
+    "verdict": {"accuracy_margin": 0.3, "nll_margin": 1e-9, "alpha": 0.2},
 }
 
 
@@ -127,7 +127,8 @@ def test_what_is_written_beside_the_cells(recall):
     assert [each["value"] for each in made["visited"]] == [0.8, 0.9, 0.995] and made["programs"] == 2
     assert made["batches_of_all"] == 4 * 48 > made["batches_spent"]
     assert (found.folder / "search.png").stat().st_size > 5000
-    assert set(kvlab.results.load(found.folder)["policy"]) >= {"full", "hysparse gate tiny-recall sinks 0 recent 1 sparsity 0.9"}
+    labels = set(kvlab.results.load(found.folder)["policy"])
+    assert len(labels) == 4 and "full" in labels and sum("sparsity 0.9" in label for label in labels) == 2
     complete = [each for each in found.visited.values() if each.batches == found.batches]
     assert len(kvlab.results.load(found.folder, "cells")) == 2 * (len(complete) + 1), "cells that are cut short have no summary"
 
@@ -178,7 +179,7 @@ def test_fresh_and_smoke_through_the_command_line(tmp_path, monkeypatch, capsys)
         with pytest.raises(SystemExit) as stop:
             cli.app([*command, *more])
         assert stop.value.code == 3, "four contexts settle no ten points where nothing is lost"
-    assert len(done) == 16 and all(p.stat().st_mtime_ns > t for p, t in done.items())
+    assert len(done) == 8 and all(p.stat().st_mtime_ns > t for p, t in done.items())
     shown = " ".join(capsys.readouterr().out.split())
     assert "Nothing is settled: sparsity 0.5, the mildest" in shown and "wrote results/recall-smoke/search.png" in shown
     assert json.loads(Path("s.json").read_text())["values"] == [0.5, 0.995]

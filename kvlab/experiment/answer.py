@@ -91,6 +91,8 @@ def _shown(each: Visited) -> str:
     kind, seen = next((kind, seen) for kind, seen in each.seen.items() if seen.state in (OPEN, FUTILE))
     unit = "questions" if kind == ANSWERS else "tokens"
     text = f"{figures(kind, seen)} with {seen.items:,} {unit}"
+    if seen.state == FUTILE:
+        return f"{text} (given up: the rest would hardly have made it pass)"
     if seen.needed > seen.items and math.isfinite(seen.needed):
         return f"{text} (about {seen.needed:,.0f} would settle it if nothing is lost)"
     return text
@@ -139,7 +141,7 @@ def _short(name: str) -> str:
 def _caption(found: Found) -> str:
     spent, programs = (sum(getattr(each, name) for each in found.visited.values()) for name in ("batches", "programs"))
     return (
-        f"{spent:,} of {found.batches * len(found.names):,} batches spent; {programs} decode programs compiled, the full cache's "
-        f"among them; intervals hold over all looks;\nif losses only grow along the values, one that loses the margin or more is "
-        f"named with a probability of {found.margins.alpha:g} at most"
+        f"{spent:,} of {found.batches * len(found.names):,} batches spent; decode programs compiled: {programs}, of which the full "
+        f"cache needs its own; intervals hold over all looks;\nif losses only grow along the values, one that loses the margin or "
+        f"more is named with a probability of {found.margins.alpha:g} at most"
     )

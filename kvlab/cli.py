@@ -339,6 +339,22 @@ def parity(
 
 
 @bench.command()
+def sweep(
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    length: Annotated[int, typer.Option(help="Tokens of a context or document.")] = 2048,
+    contexts: Annotated[int, typer.Option(help="Contexts, and documents.")] = 2,
+    needles: Annotated[int, typer.Option(help="Needles of each context.")] = 10,
+    continuation: Annotated[int, typer.Option(help="Tokens of a document that are fed through the cache.")] = 64,
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 3,
+    json_: Json = None,
+) -> None:
+    """Eight policies on the same prompts beside one alone, warm."""
+    from kvlab.bench import sweep as module
+
+    write_json(json_, module.main(model, length, contexts, needles, continuation, pairs))
+
+
+@bench.command()
 def beside(
     model: Annotated[str, typer.Option()] = "smollm2-135m",
     method: Annotated[list[str], typer.Option(help="A retention, such as snapkv; all by default. May be repeated.")] = [],  # noqa: B006

@@ -10,6 +10,7 @@ import pytest
 
 from kvlab import memory, parts
 from kvlab.bench import beside, parity, presses, reasons, rows, side
+from kvlab.bench.compiled import Compilations
 from kvlab.core import kept
 from kvlab.decode import Engine, needs
 from kvlab.errors import ConfigError
@@ -77,7 +78,7 @@ def test_with_nothing_removed_the_answers_are_the_full_caches(ours, tiny):
 
 def test_other_questions_compile_nothing(ours):
     asked = batch([100])
-    prompt, compiled = ours.prefill(asked, ["tova"]), beside.Compilations()
+    prompt, compiled = ours.prefill(asked, ["tova"]), Compilations()
     ours.answers(prompt, "tova", 0.5, asked, 8)
     before = compiled.count
     again = batch([100], ((1, 2, 3, 4, 5), (6, 7)), new_tokens=13)

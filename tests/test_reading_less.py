@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -204,6 +205,19 @@ def test_one_layer_at_a_time_leaves_a_ranking_that_another_experiment_uses(on_ti
     path.write_text(json.dumps({**about, "layers": about["layers"][::-1]}))
     with pytest.raises(ResultsError, match="other files"):
         kvlab.run(again, out=tmp_path)
+
+
+def test_choices_that_are_alike_are_one_program_and_give_the_same(on_tiny, tmp_path):
+    model = tools.tiny_model(layers=3).config
+    make = lambda **how: config.Cell({}, TASK, HALF, Choice(**how)).make_policies(model)
+    assert jax.tree.structure(make(only=0, alike=True)) == jax.tree.structure(make(only=2, alike=True))
+    assert jax.tree.structure(make(only=0)) != jax.tree.structure(make(only=2))
+    mixed = kvlab.run(with_layers({"only": [1]}, name="mixed"), out=tmp_path)
+    alike = kvlab.run(with_layers({"only": [1], "alike": True}, name="alike"), out=tmp_path)
+    np.testing.assert_allclose(alike["kl_mean"], mixed["kl_mean"], atol=1e-6)
+    assert mixed["kl_mean"].iloc[-1] > 1e-5 and alike["policy"].tolist() == mixed["policy"].tolist()
+    with pytest.raises(ConfigError, match="max_k"):
+        config.Cell({}, TASK, {"selection": {**HALF["selection"], "max_k": 8}}, Choice(only=0, alike=True)).make_policies(model)
 
 
 def test_no_ranking_of_several_policies(on_tiny, tmp_path):

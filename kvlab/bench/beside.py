@@ -14,17 +14,15 @@ and kvpress's drops the first tokens, without which a model cannot read on. The 
 is the warm one; kvpress's runs are interleaved with it, method by method.
 """
 
-import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from kvlab import compilation
 from kvlab.bench import parity, rows
+from kvlab.bench.compiled import Compilations, compiled_anew
 from kvlab.bench.pipeline import Pipeline
 from kvlab.bench.rows import Found
 from kvlab.bench.side import REPLAYS, Ours
@@ -114,33 +112,6 @@ def why(model: str, found: Found, agree: bool) -> str:
         case = parity.prepare(model, model, lambda _: ids, [found.method], Path(scratch) / "filters.safetensors")
         kept = parity.compare(found.method, found.ratio, case)
     return "the same tokens stay" if kept["agree"] and agree else kept["reason"]
-
-
-class Compilations:
-    """Counts XLA's compilations from now on."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._see)
-
-    def _see(self, event: str, duration_secs: float, **more: str | int) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
-@contextlib.contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Whatever earlier runs compiled is not looked at, so that cold is cold."""
-    from jax.experimental.compilation_cache.compilation_cache import reset_cache
-
-    before = jax.config.values["jax_compilation_cache_dir"]
-    with tempfile.TemporaryDirectory() as scratch:
-        jax.config.update("jax_compilation_cache_dir", scratch)
-        reset_cache()
-        try:
-            yield
-        finally:
-            jax.config.update("jax_compilation_cache_dir", before)
-            reset_cache()
 
 
 def check(methods: list[str]) -> None:

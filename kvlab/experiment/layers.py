@@ -6,6 +6,7 @@ layers = { only = 3 }                                            all other layer
 layers = { from = "results/layer_sensitivity/ranking.json", keep_full = 8 }
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvlab.decode import per_layer
 from kvlab.errors import ConfigError, nearest
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
+from kvlab.selection.top import Top
 
 
 class LayerOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +40,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         `keep_full` most sensitive ones. Layers that the file does not name count as insensitive.
       read: share of the dense bytes that all layers together read: the selection gets the `read` at which the chosen layers
         make up for the others, so that choices are compared at equal bytes.
+      alike: the other layers have the selection as well, with nothing left out, so that all choices are one compiled program.
+        They give the same outputs, but read their index and look tokens up one by one: not for bytes or times.
     """
 
     range: tuple[int, int] | None = None
@@ -45,6 +49,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     ranking: str | None = msgspec.field(default=None, name="from")
     keep_full: int | None = None
     read: float | None = None
+    alike: bool = False
 
     def __post_init__(self):
         given = [x for x in (self.range, self.only, self.ranking) if x is not None]
@@ -93,7 +98,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def policies(self, table: dict[str, Any], model: ModelConfig) -> tuple[Policy, ...]:
         """A policy for each layer of the model. Errors: ConfigError, RefusedPolicy."""
         chosen, table = self.pick(model), self.with_read(table, model)
-        full, sparse = (per_layer(parts.policy(x), model) for x in (without_selection(table), table))
+        sparse = per_layer(parts.policy(table), model)
+        alike = self.alike and not self.nowhere
+        full = tuple(map(reads_everything, sparse)) if alike else per_layer(parts.policy(without_selection(table)), model)
         return tuple(sparse[layer] if layer in chosen else full[layer] for layer in range(model.layers))
 
     def with_read(self, table: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -122,6 +129,18 @@ def without_selection(table: dict[str, Any]) -> dict[str, Any]:
     return {kind: part for kind, part in table.items() if kind not in ("selection", "label")}
 
 
+def reads_everything(policy: Policy) -> Policy:
+    """The same policy with a selection that leaves nothing out. Errors: ConfigError for one that is not told how much."""
+    if policy.selection.reads_all:
+        return policy
+    selection = policy.selection
+    if not isinstance(selection, Top) or selection.max_k is not None or getattr(selection, "mode", "top_k") != "top_k":
+        raise ConfigError(
+            f"layers.alike: {type(selection).__name__} is bound by more than a sparsity (max_k, mode); leave alike out"
+        )
+    return dataclasses.replace(policy, selection=dataclasses.replace(selection, sparsity=0.0))
+
+
 def checked(span: tuple[int, int], layers: int) -> tuple[int, int]:
     """Errors: ConfigError for a range that the model does not have."""
     first, last = span
@@ -132,7 +151,7 @@ def checked(span: tuple[int, int], layers: int) -> tuple[int, int]:
 
 def known_keys(table: Any) -> None:
     """Errors: ConfigError for an unknown key of a `Choice`, beside its nearest neighbour."""
-    names = ("range", "only", "from", "keep_full", "read")
+    names = ("range", "only", "from", "keep_full", "read", "alike")
     if isinstance(table, dict) and (unknown := sorted(set(table) - set(names))):
         raise ConfigError(f"layers: unknown key {unknown[0]!r}; {nearest(unknown[0], names)}")
 

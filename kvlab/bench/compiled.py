@@ -1,0 +1,34 @@
+"""How often XLA compiles, and what a run costs where nothing has been compiled before."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+
+import jax
+
+
+class Compilations:
+    """Counts XLA's compilations from now on."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._see)
+
+    def _see(self, event: str, duration_secs: float, **more: str | int) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Whatever earlier runs compiled is not looked at, so that cold is cold."""
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    before = jax.config.values["jax_compilation_cache_dir"]
+    with tempfile.TemporaryDirectory() as scratch:
+        jax.config.update("jax_compilation_cache_dir", scratch)
+        reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+            reset_cache()

@@ -305,7 +305,8 @@ GIVEN_UP = point(FUTILE, -0.006, -0.021, 0.008)
         ),
         (
             {1: point(PASS), 2: GIVEN_UP}, 1, "pass",
-            "sparsity 0.9 stays open, -0.6 points [-2.1, +0.8] with 640 questions (given up: the rest would hardly have made it pass).",
+            "sparsity 0.9 stays open, -0.6 points [-2.1, +0.8] with 640 questions (given up: the rest would hardly have made "
+            "it pass).",
         ),
         (
             {1: LOST, 0: LOST}, -1, "fail",

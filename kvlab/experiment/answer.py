@@ -141,7 +141,7 @@ def _short(name: str) -> str:
 def _caption(found: Found) -> str:
     spent, programs = (sum(getattr(each, name) for each in found.visited.values()) for name in ("batches", "programs"))
     return (
-        f"{spent:,} of {found.batches * len(found.names):,} batches spent; decode programs compiled: {programs}, of which the full "
-        f"cache needs its own; intervals hold over all looks;\nif losses only grow along the values, one that loses the margin or "
-        f"more is named with a probability of {found.margins.alpha:g} at most"
+        f"{spent:,} of {found.batches * len(found.names):,} batches spent; decode programs compiled: {programs}, the full cache "
+        "needs its own;\nintervals hold over all looks, and if losses only grow along the values, one that loses the margin "
+        f"or more is named\nwith a probability of {found.margins.alpha:g} at most"
     )

@@ -1,11 +1,11 @@
 """The command line, `kvlab COMMAND …`. Exit codes: 0 fine, 2 bad input in one clear line, 130 stopped, 1 anything else;
-`kvlab check` has 0 pass, 1 fail, 3 underpowered."""
+`kvlab check` and `kvlab run --search` have 0 pass, 1 fail, 3 underpowered."""
 
 import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -59,6 +59,7 @@ def run(
     set_: Set = [],  # noqa: B006
     smoke: Smoke = False,
     dry_run: Annotated[bool, typer.Option(help="Say what it would take, and stop.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Find the most aggressive value of [search] that passes.")] = False,
     out: Out = Path("results"),
     accept_stale: Stale = False,
     fresh: Fresh = False,
@@ -77,7 +78,7 @@ def run(
 
     _beside([str(file)])
     name, experiment = config.read(file)
-    cells = config.expand(experiment, set_, smoke)
+    cells = _searched(experiment, set_, smoke) if search else config.expand(experiment, set_, smoke)
     if dry_run:
         from kvlab.experiment import dry
 
@@ -85,6 +86,8 @@ def run(
         dry.show(name, cells, made)
         write_json(json_, made.as_json(cells))
         return
+    if search:
+        _search(file, set_, smoke, out, accept_stale, fresh, retry, json_)
     from kvlab.experiment import launch as launching
     from kvlab.experiment import report
     from kvlab.experiment import run as running
@@ -112,6 +115,27 @@ def run(
                 write_json(json_, report.as_json(error.frame))
             raise
     write_json(json_, report.as_json(frame))
+
+
+def _search(
+    file: Path, set_: list[str], smoke: bool, out: Path, accept_stale: bool, fresh: bool, retry: bool, json_: Path | None
+) -> NoReturn:
+    """`kvlab run --search`. Exit code 0 if a value passes, 1 if even the mildest fails, 3 where nothing is settled."""
+    from kvlab.experiment import answer
+    from kvlab.experiment import search as module
+
+    with _resumable():
+        found = module.search(file, set_, smoke, out, accept_stale, fresh, retry)
+    answer.show(found)
+    write_json(json_, answer.as_json(found))
+    raise typer.Exit(module.CODE[found.outcome])
+
+
+def _searched(experiment, set_: list[str], smoke: bool) -> list:
+    """Cells of all values; a search visits few of them."""
+    from kvlab.experiment import points
+
+    return [cell for point in points.read(experiment, set_, smoke)[1] for cell in point.cells]
 
 
 @app.command()

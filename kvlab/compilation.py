@@ -2,6 +2,8 @@
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -28,6 +30,22 @@ def relieve(most: int = MAPS) -> bool:
         return False  # no Linux, no such limit
     jax.clear_caches()
     return True
+
+
+@contextmanager
+def counting(name: str) -> Iterator[list[float]]:
+    """Seconds that each program of the jitted function `name` takes XLA within the block, or the persistent cache to bring."""
+    seen: list[float] = []
+
+    def see(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and kwargs.get("fun_name") == f"jit({name})":
+            seen.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(see)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(see)
 
 
 def use_private_cache() -> None:

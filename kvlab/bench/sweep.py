@@ -39,7 +39,8 @@ def main(model: str, length: int, contexts: int, needles: int, continuation: int
 
 
 def _measure(model: str, tasks: list[dict[str, Any]], pairs: int) -> dict[str, Any]:
-    compiled, seconds = Compilations(), {1: [], len(POLICIES): []}
+    compiled = Compilations()
+    seconds: dict[int, list[float]] = {1: [], len(POLICIES): []}
     for count in seconds:
         _run(model, tasks, count)
     warmed = compiled.count

@@ -145,6 +145,30 @@ def mean_difference(policy, reference, clusters=None, alpha: float = 0.05, seed:
     return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
 
 
+def unskewed(policy, reference, clusters=None, alpha: float = 0.05) -> Estimate:
+    """As `mean_difference`, for levels too small to be seen in resamples: Student's bounds, with skew between clusters taken off.
+
+    (estimate − mean) / error is t, with t + g (2 t² + 1) / 6 + g² t³ / 27 Student's, g = skewness / √K
+    (Hall, 1992, J. R. Statist. Soc. B 54, 221–228). Without that, losses that few documents carry pass twice as often as alpha.
+    """
+    check_alpha(alpha)
+    a, b = paired(policy, reference)
+    grouped = group(a - b, clusters)
+    n, k, variance = len(a), len(grouped.totals), grouped.variance()
+    if k < 2:
+        return Estimate(grouped.mean, -math.inf, math.inf, n, k, grouped.clustered, math.inf)
+    apart, error, quantile = grouped.totals - grouped.sizes * grouped.mean, math.sqrt(variance), student(1 - alpha, k)
+    spread = math.sqrt((apart**2).mean())
+    g = float(((apart / spread) ** 3).mean()) / math.sqrt(k) if spread > 0 else 0.0
+    low, high = (grouped.mean - _hall(sign * quantile, g) * error for sign in (1, -1))
+    return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
+
+
+def _hall(y: float, g: float) -> float:
+    """The t whose transformation is y."""
+    return 3 / g * (float(np.cbrt(1 + g * (y - g / 6))) - 1) if abs(g) > 1e-6 else y
+
+
 def bootstrap(grouped: Grouped, alpha: float = 0.05, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
     """Percentile interval of the mean over resampled clusters, each with all its items (Davison & Hinkley, 1997, ch. 5.3).
 

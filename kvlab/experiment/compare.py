@@ -66,22 +66,33 @@ def clusters(rows: Samples) -> dict[tuple, tuple]:
 
 def answers(rows: Samples, reference: Samples, margin: float, alpha: float) -> verdict.Verdict | None:
     """On the samples that both have, right or wrong; None where there are none."""
+    pairs = answer_pairs(rows, reference)
+    return pairs and verdict.binary(*pairs[:2], margin, pairs[2], alpha)
+
+
+def answer_pairs(rows: Samples, reference: Samples) -> tuple[list, list, list] | None:
+    """Right or wrong under the policy, under the reference, and the context; None where there is nothing to pair."""
     both = [key for key, row in rows.items() if key in reference and "correct" in row]
     if not both:
         return None
     mine, theirs = ([table[key]["correct"] for key in both] for table in (rows, reference))
     context = clusters(rows)
-    return verdict.binary(mine, theirs, margin, [context[key] for key in both], alpha)
+    return mine, theirs, [context[key] for key in both]
 
 
 def tokens(rows: Samples, margin: float, alpha: float) -> verdict.Verdict | None:
     """On the tokens of documents, in nats; None where there are none."""
+    pairs = token_pairs(rows)
+    return pairs and verdict.continuous(*pairs[:2], margin, pairs[2], alpha)
+
+
+def token_pairs(rows: Samples) -> tuple[np.ndarray, np.ndarray, list] | None:
+    """Nats of each token under the policy, under the full cache, and the document; None where there are none."""
     rows = {key: row for key, row in rows.items() if "nll_reference" in row}
     if not rows:
         return None
     mine, theirs = (np.concatenate([row[name] for row in rows.values()]) for name in ("nll", "nll_reference"))
-    names = [row.get("document", key) for key, row in rows.items() for _ in row["nll"]]
-    return verdict.continuous(mine, theirs, margin, names, alpha)
+    return mine, theirs, [row.get("document", key) for key, row in rows.items() for _ in row["nll"]]
 
 
 def accuracy(rows: Samples, reference: Samples, full: bool, margins: config.Margins) -> dict[str, Any]:

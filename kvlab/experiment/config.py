@@ -8,6 +8,7 @@ expect   = "..."            what is expected, and how long it takes
 [smoke]                     "dotted.path" = value: makes it small; "grid.dotted.path" = [values] replaces an axis
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 [check]                     for `kvlab check`: worst_margin, long_contexts, repetition_margin: see `Rules`
+[search]                    for `kvlab run --search`: path, values, looks: see `kvlab.experiment.points`
 
 A cell's own config.toml, as results hold it (model, task, policy, seed and no question), is an experiment of that cell alone.
 """
@@ -36,6 +37,7 @@ from kvlab.selection import double_sparsity
 from kvlab.tasks import TASKS, Task
 
 AXIS = "grid."
+SEARCH = "search."
 # options that name a file
 FILES: dict[str, Callable[[str], Path]] = {
     "gate": gates.find,
@@ -174,6 +176,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     smoke: dict[str, Any] = {}
     verdict: dict[str, Any] = {}
     check: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None
 
     @property
     def rules(self) -> Rules:
@@ -217,7 +220,7 @@ def expand(experiment: Experiment, overrides: Iterable[str] = (), smoke: bool = 
                 _set(table, path, copy.deepcopy(value))
             tables.append(table)
     for path, value in changes:
-        if not path.startswith(AXIS):
+        if not path.startswith((AXIS, SEARCH)):
             _override(tables, path, value)
     for table in tables:
         known_keys(table.get("layers"))

@@ -23,6 +23,7 @@ from kvlab.attention import PREFILL_BLOCK
 from kvlab.decode import Engine, Prefilled, Session, needs
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import causes, compare, config, failures, reads, report, sharing, store
+from kvlab.experiment.kept import Kept
 from kvlab.models import load
 from kvlab.needs import REPLAYED
 from kvlab.policy import Policy
@@ -56,6 +57,8 @@ def run(
     Errors: KvlabError with one clear line; finished batches stay. FailedCells at the end, where cells failed.
     """
     name, experiment = config.read(source)
+    if experiment.search is not None:
+        raise ConfigError(f"{name}: has a [search] table; write kvlab run FILE --search")
     return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh, retry)
 
 
@@ -143,9 +146,20 @@ def engine(name: str) -> Engine:
 
 
 class Group:
-    """Cells with the same model, task and seed. Those that failed, now or before, are left out."""
+    """Cells with the same model, task and seed. Those that failed, now or before, are left out.
 
-    def __init__(self, cells: list[config.Cell], folder: Path, accept_stale: bool, seen: Callable[[str], None]):
+    `kept` holds prompts and the reference's answers beyond their batch.
+    """
+
+    def __init__(
+        self,
+        cells: list[config.Cell],
+        folder: Path,
+        accept_stale: bool,
+        seen: Callable[[str], None],
+        kept: Kept | None = None,
+    ):
+        self.cells, self.kept = cells, kept or Kept()
         self.engine = engine(model_name(cells[0].model))
         self.task: Task = cells[0].make_task()
         self.seed, self.folder, self.seen = cells[0].seed, folder, seen
@@ -178,13 +192,20 @@ class Group:
                 self._compute(index, todo)
             return mine
 
+    def need(self, index: int) -> None:
+        """Sees to it that a batch is there, whoever computes it. Errors: FailedCells."""
+        while not self.batch(index):
+            time.sleep(WAIT)
+        raise_failed(self.cells, self.folder)
+
     def _todo(self, index: int) -> list[tuple[store.Run, tuple[Policy, ...]]]:
         return [(each, policies) for each, policies in self.runs if not (each.failed or each.has(index))]
 
     def _compute(self, index: int, todo) -> None:
         batch = functools.cache(lambda: self.task.batch(index, self.seed, self.engine.model.tokenizer))
-        prompts = Prompts(self.engine, batch, todo)
-        reference = functools.cache(lambda: self._reference(batch(), prompts))
+        keep = lambda key, make: self.kept.get((self.name, index, key), make)
+        prompts = Prompts(self.engine, batch, todo, keep)
+        reference = functools.cache(lambda: keep("reference", lambda: self._reference(batch(), prompts)))
         full = functools.cache(lambda: self._full(index, batch(), prompts))
         for each, policies in todo:
             with failures.kept(each):
@@ -232,10 +253,19 @@ class Group:
 
 
 class Prompts:
-    """The records of a batch's prompts: one for all cells, or one for each where what some of them need cannot be had."""
+    """The records of a batch's prompts: one for all cells, or one for each where what some of them need cannot be had.
 
-    def __init__(self, engine: Engine, batch: Callable[[], Batch], todo: Sequence[tuple[store.Run, tuple[Policy, ...]]]):
-        self._engine, self._batch, self._todo = engine, batch, todo
+    `keep(key, make)` gives what `make` makes, or made before.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batch: Callable[[], Batch],
+        todo: Sequence[tuple[store.Run, tuple[Policy, ...]]],
+        keep: Callable[[Any, Callable[[], Prefilled]], Prefilled],
+    ):
+        self._engine, self._batch, self._todo, self._keep = engine, batch, todo, keep
         self._shared = functools.cache(self._joint)
 
     def of(self, cell: config.Cell, policies: Sequence[Policy]) -> Prefilled:
@@ -250,8 +280,9 @@ class Prompts:
 
     def _joint(self, block: int) -> Prefilled | None:
         asking = [policy for each, policies in self._todo if each.cell.prefill_block == block for policy in policies]
+        needed = frozenset(needs(asking))
         try:
-            return self._engine.prefill(self._batch().prompts, needs(asking), block)
+            return self._keep((block, needed), lambda: self._engine.prefill(self._batch().prompts, needed, block))
         except Exception:  # each cell meets it again by itself, if it is its own
             return None
 

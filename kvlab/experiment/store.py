@@ -9,6 +9,7 @@ results/<experiment>/<run_id>/config.toml         written first
                               summary.json        written last (its presence means: done)
 results/<experiment>/table.parquet                a row per cell
 results/<experiment>/samples.parquet              a row per sample, scalars only
+results/<experiment>/search.json                  what `kvlab run --search` found, and search.png
 results/<experiment>/ranking.json                 where layers were sparse one at a time (see `kvlab.experiment.ranking`)
 """
 

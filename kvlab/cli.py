@@ -108,6 +108,26 @@ def check(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A results folder, such as results/quickstart.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder by default.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard scalars to this folder.")] = None,
+    json_: Json = None,
+) -> None:
+    """A results folder as one page: verdicts, pictures, the table, kept tokens, samples, and how to run it again."""
+    from kvlab.experiment import store
+    from kvlab.report import page
+    from kvlab.report import tensorboard as board
+
+    _beside([store.source(folder)])
+    path, figures = page.write(folder, out)
+    print(path)
+    for run in board.write(folder, tensorboard) if tensorboard is not None else ():
+        print(run)
+    write_json(json_, {**figures, "page": str(path)})
+
+
+@app.command()
 def train(
     file: Annotated[Path, typer.Argument(help="A training, such as experiments/tiny_recall.toml.")],
     set_: Set = [],  # noqa: B006

@@ -48,7 +48,9 @@ def run(
     Errors: KvlabError with one clear line; finished batches stay.
     """
     name, experiment = config.read(source)
-    return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh)
+    cells = config.expand(experiment, overrides, smoke)
+    origin = config.origin("run", source, overrides, smoke)
+    return execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, origin)
 
 
 def folder(name: str, out: Path, smoke: bool) -> Path:
@@ -57,11 +59,19 @@ def folder(name: str, out: Path, smoke: bool) -> Path:
 
 
 def execute(
-    name: str, experiment: config.Experiment, cells: list[config.Cell], out: Path, smoke: bool, accept_stale: bool, fresh: bool
+    name: str,
+    experiment: config.Experiment,
+    cells: list[config.Cell],
+    out: Path,
+    smoke: bool,
+    accept_stale: bool,
+    fresh: bool,
+    origin: config.Origin = config.Origin(),  # noqa: B008
 ):
     """Runs cells and returns the table; as `run`, for cells that were expanded already."""
     place = folder(name, out, smoke)
     store.check_writable(place)
+    store.write_experiment(place, name, experiment, origin, cells)
     with report.progress() as bar:
         total = sum(cell.make_task().count() for cell in cells)
         task = bar.add_task(name, total=total)
@@ -121,7 +131,10 @@ class Group:
             drift = made.drift(reference) if reference and not batch.sampling else None
             if drift is not None:
                 rows = [{**row, "drift": float(mean)} for row, mean in zip(rows, drift.mean((0, 1)))]
+            if not self.task.compares_logits:  # there it is the text itself that is fed
+                rows = [{**row, "question": self.engine.model.tokenizer.decode(f)} for row, f in zip(rows, batch.forced)]
             if batch.spans:
+                rows = [{**row, "span": [int(end) for end in span]} for row, span in zip(rows, batch.spans)]
                 mine = compare.is_full(each.cell)
                 for i, row in enumerate(rows):
                     model = not row["correct"] and (mine or not full()[i])
@@ -292,7 +305,7 @@ def code_digest() -> str:
     root = Path(kvlab.__file__).parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.parts[len(root.parts)] not in ("cli.py", "bench"):
+        if path.parts[len(root.parts)] not in ("cli.py", "bench", "report"):
             total.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return total.hexdigest()
 

@@ -6,13 +6,16 @@ results/<experiment>/<run_id>/config.toml         written first
                               samples/00000.json  rows of one batch (its presence means: finished)
                               samples/00000.npz   kept positions, prompt tokens, entropy
                               summary.json        written last (its presence means: done)
+results/<experiment>/experiment.toml              the experiment as it was run, and how (see `config.Origin`); runs as it stands
 results/<experiment>/table.parquet                a row per cell
+results/<experiment>/check.json                   what `kvlab check` found
 results/<experiment>/ranking.json                 where layers were sparse one at a time (see `kvlab.experiment.ranking`)
 """
 
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvlab import parts
 from kvlab.errors import ResultsError
-from kvlab.experiment.config import Cell
+from kvlab.experiment.config import Cell, Experiment, Origin
+
+EXPERIMENT, CHECK = "experiment.toml", "check.json"
 
 
 @contextmanager
@@ -89,6 +95,22 @@ class Run:
 
     def finish(self, summary: dict) -> None:
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+
+
+def write_experiment(folder: Path, name: str, experiment: Experiment, origin: Origin, cells: Sequence[Cell]) -> None:
+    """Writes experiment.toml before the cells run; what an earlier check found goes, for it was about other cells."""
+    import tomli_w
+
+    made = msgspec.structs.replace(origin, name=name, cells=[cell.run_id for cell in cells])
+    tables = msgspec.to_builtins(msgspec.structs.replace(experiment, origin=made))
+    write_text(folder / EXPERIMENT, tomli_w.dumps({key: value for key, value in tables.items() if value is not None}))
+    (folder / CHECK).unlink(missing_ok=True)
+
+
+def source(folder: Path) -> str:
+    """The file that an experiment was read from, "" where its folder does not say. Errors: ConfigError."""
+    path = folder / EXPERIMENT
+    return parts.read_toml(path).get("origin", {}).get("source", "") if path.exists() else ""
 
 
 def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> None:

@@ -30,9 +30,8 @@ def method(label: str) -> str:
 def front(frame, column: str) -> list[str]:
     """Policies that no other beats: none has as few bytes and is as good in `column`, and better in one of the two."""
     better = 1 if column == "accuracy" else -1
-    points = [
-        (row["policy"], row[axis(frame)], better * row[column]) for _, row in frame.iterrows() if row[column] == row[column]
-    ]
+    known = frame[frame[column].notna()]
+    points = list(zip(known["policy"], known[axis(frame)], better * known[column]))
     beaten = lambda b, q: any(x <= b and y >= q and (x, y) != (b, q) for _, x, y in points)
     return [label for label, b, q in points if not beaten(b, q)]
 
@@ -79,9 +78,15 @@ def figure(frame, fronts: bool = False):
         axes[0][-1].set_ylim(-2e-5, max(3 * frame["kl_mean"].max(), 1e-3))
     names = frame["policy"].map(method).nunique()
     columns = -(-names // LEGEND)
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, ncols=columns, fontsize="small")
+    legend(axes[0][-1], loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, ncols=columns, fontsize="small")
     figure.tight_layout()
     return figure
+
+
+def legend(place, *args, **how) -> None:
+    """Of labels as they are: a dollar sign starts no formula."""
+    for text in place.legend(*args, **how).get_texts():
+        text.set_parse_math(False)
 
 
 def _panel(place, frame, column: str) -> None:

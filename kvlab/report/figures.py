@@ -8,13 +8,22 @@ import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvlab.experiment import picture, store
 from kvlab.report.layers import Series
 
 INK = "#010203"  # stands for the page's own colour of text, and occurs nowhere else
-ROLES = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "xtick.labelcolor", "ytick.labelcolor")
-PLAIN = {"text.parse_math": False, "font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False}
+ROLES: Any = (
+    "text.color",
+    "axes.edgecolor",
+    "axes.labelcolor",
+    "xtick.color",
+    "ytick.color",
+    "xtick.labelcolor",
+    "ytick.labelcolor",
+)
+PLAIN: Any = {"font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False}
 LINES = ("-", "--", ":", "-.")
 
 
@@ -48,7 +57,9 @@ def _layers(panels: dict[str, Series], full: list[str], ink: str):
         place.grid(alpha=0.3)
     handles, names = axes[0].get_legend_handles_labels()
     columns = -(-len(names) // picture.LEGEND)
-    axes[-1].legend(handles, names, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, ncols=columns, fontsize="small")
+    picture.legend(
+        axes[-1], handles, names, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, ncols=columns, fontsize="small"
+    )
     figure.tight_layout()
     return figure
 

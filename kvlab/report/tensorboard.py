@@ -60,7 +60,8 @@ def _layers(by_layer: dict[str, layers.Series], label: str):
 
 
 def _batches(results: Results, label: str):
-    tasks, steps = data.task_words(results.cells), {}
+    tasks = data.task_words(results.cells)
+    steps: dict[str, int] = {}
     for cell in results.of(label):
         task = re.sub(r"[^\w.-]+", "_", tasks[cell.group])
         for batch in store.Run(results.folder, cell).batches():

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvlab import parts
 from kvlab.errors import ResultsError
 from kvlab.experiment import compare, config, report, store
@@ -78,15 +76,12 @@ def read(folder: str | Path) -> Results:
         begun = f"{len(runs)} cells and none is finished; run the experiment again, it goes on" if runs else "no runs"
         raise ResultsError(f"{folder} holds {begun}; give results/<experiment> of an experiment that has been run")
     cells = [_cell(run) for run in done]
-    rows = {label: compare.samples([c for c in cells if c.label == label], folder) for label in dict.fromkeys(_labels(cells))}
+    labels = dict.fromkeys(cell.label for cell in cells)
+    rows = {label: compare.samples([c for c in cells if c.label == label], folder) for label in labels}
     reference = compare.samples(list(filter(compare.is_full, cells)), folder)
     table = pd.DataFrame([store.read_json(run / "summary.json") for run in done])
     frame = report.with_verdicts(report.by_policy(table), compare.columns(cells, folder, experiment.margins))
     return Results(folder, experiment, cells, len(runs) - len(done), rows, reference, frame)
-
-
-def _labels(cells: Iterable[config.Cell]) -> list[str]:
-    return [cell.label for cell in cells]
 
 
 def _experiment(folder: Path) -> config.Experiment:
@@ -98,23 +93,22 @@ def _runs(folder: Path, origin: config.Origin | None) -> list[Path]:
     """Folders of the cells that the last run was about, in its order; of an older folder all, in its table's."""
     if origin is not None:
         return [folder / name for name in origin.cells]
-    known = {path.parent.name for path in folder.glob("*/config.toml")}
-    return [folder / name for name in sorted(known, key=_order(folder).get)]  # type: ignore[arg-type]
+    known = sorted(path.parent.name for path in folder.glob("*/config.toml"))
+    order = _order(folder)
+    return [folder / name for name in sorted(known, key=lambda name: order.get(name, len(order)))]
 
 
 def _order(folder: Path) -> dict[str, int]:
+    """The places of the cells in the table, as far as it has them."""
     import pandas as pd
 
-    class Last(dict):
-        def get(self, name, default=None):
-            return super().get(name, len(self))
-
     path = folder / "table.parquet"
-    return Last({name: i for i, name in enumerate(pd.read_parquet(path)["run_id"])} if path.exists() else {})
+    return {name: i for i, name in enumerate(pd.read_parquet(path)["run_id"])} if path.exists() else {}
 
 
 def _cell(run: Path) -> config.Cell:
-    return msgspec.convert({**parts.read_toml(run / "config.toml"), "place": run.name}, Stored)
+    path = run / "config.toml"
+    return config.convert({**parts.read_toml(path), "place": run.name}, Stored, str(path))
 
 
 def task_of(group: str) -> dict[str, Any]:

@@ -2,25 +2,22 @@
 
 import dataclasses
 import math
-import shlex
 from pathlib import Path
 from typing import Any
 
 import kvlab
 from kvlab.errors import ResultsError
-from kvlab.experiment import config, picture, report, store
-from kvlab.report import data, depths, figures, kept, layers, samples, verdicts
+from kvlab.experiment import picture, report, store
+from kvlab.report import data, depths, figures, kept, layers, origin, samples, verdicts
 from kvlab.report.data import Results
 
 PAGE = "report.html"
-AGAIN = "reproduced"  # the folder that the commands write to, so that they compute anything at all
 EXTRA = {  # columns of the table besides those of a run's own
     "accuracy_difference": ("against full, points", "{:+.1f}"),
     "drift": ("drift", "{:.4f}"),
     "kept_share": ("answer kept", "{:.3f}"),
     "read_share": ("answer read", "{:.3f}"),
 }
-DIGESTS = ("code", "weights", "text", "files")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +68,7 @@ def _render(results: Results, judged: list[verdicts.Judged], path: Path) -> str:
         experiment=results.experiment,
         judged=judged,
         counts=verdicts.counts(judged),
+        margins=verdicts.margins(results),
         level=f"{1 - 2 * results.margins.alpha:.0%}",
         one_sided=f"{1 - results.margins.alpha:.0%}",
         bytes_picture=figures.bytes_against_quality(results.frame, beside("bytes")),
@@ -85,8 +83,8 @@ def _render(results: Results, judged: list[verdicts.Judged], path: Path) -> str:
         texts=kept.texts(results),
         limits={"prompts": kept.PROMPTS, "tokens": kept.TOKENS, "policies": kept.POLICIES},
         shown=samples.shown(results),
-        environment=environment(results),
-        commands=commands(results),
+        environment=origin.environment(results),
+        commands=origin.commands(results),
         version=kvlab.__version__,
     )
 
@@ -126,33 +124,3 @@ def _figure(row, column: str) -> Figure:
 
 def _minus(text: str) -> str:
     return text.replace("-", "−")
-
-
-def environment(results: Results) -> dict[str, list[str]]:
-    """What env.json of the cells says: every value that occurs, once; of the start the first and the last."""
-    seen: dict[str, dict[str, None]] = {}
-    for _, run in results.runs():
-        for key, value in (store.read_json(run / "env.json") if (run / "env.json").exists() else {}).items():
-            if value != "":
-                seen.setdefault(key, {})[str(value)] = None
-    made = {key: list(values) for key, values in seen.items()}
-    if started := sorted(made.pop("started", [])):
-        made["started"] = [started[0], started[-1]] if len(started) > 1 else started
-    return made
-
-
-def commands(results: Results) -> dict[str, Any]:
-    """What to type for the whole (`None` for an older folder) and, by cell, for one of them alone."""
-    origin = results.experiment.origin
-    cells = [(cell, _command("run", run / "config.toml")) for cell, run in results.runs()]
-    if origin is None:
-        return {"whole": None, "stored": None, "cells": cells}
-    stored = _command(origin.command, results.folder / store.EXPERIMENT, origin)
-    whole = _command(origin.command, origin.source, origin) if origin.source else stored
-    return {"whole": whole, "stored": stored if origin.source else None, "cells": cells}
-
-
-def _command(command: str, file: str | Path, origin: config.Origin | None = None) -> str:
-    how = [part for override in origin.overrides for part in ("--set", override)] if origin else []
-    how += ["--smoke"] if origin and origin.smoke else []
-    return shlex.join(["kvlab", command, str(file), *how, "--out", AGAIN])

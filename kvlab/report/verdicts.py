@@ -26,6 +26,7 @@ class Unit:
     scale: float
     digits: int
     name: str
+    one: str
     items: str
     clusters: str
 
@@ -33,12 +34,13 @@ class Unit:
         return f"{value * self.scale:{sign}.{self.digits}f}".replace("-", "−")
 
     def margin(self, value: float) -> str:
-        return f"{value * self.scale:g} {self.name}"
+        number = f"{value * self.scale:g}"
+        return f"{number} {self.one if number == '1' else self.name}"
 
 
 UNITS = {
-    "answers": Unit(100, 1, "points", "questions", "contexts"),
-    "likelihood": Unit(1, 4, "nats a token", "tokens", "documents"),
+    "answers": Unit(100, 1, "points", "point", "questions", "contexts"),
+    "likelihood": Unit(1, 4, "nats a token", "nat a token", "tokens", "documents"),
 }
 
 
@@ -74,7 +76,7 @@ def words(finding: Finding) -> str:
     start = {
         PASS: f"A loss of {margin} or more is excluded",
         FAIL: f"The loss is larger than {margin}",
-        OPEN: f"Too few samples to tell whether {margin} are lost",
+        OPEN: f"Too few samples to say whether {margin} or more is lost",
     }[finding.outcome]
     low, high = (unit.number(figures[end], "+") for end in ("low", "high"))
     seen = f"{unit.number(figures['difference'], '+')} [{low}, {high}] {unit.name}"
@@ -92,6 +94,12 @@ def _needed(unit: Unit, figures: dict[str, Any]) -> str:
     settled = f"These settle {unit.number(effect)} {unit.name}; " if effect < most else "These settle no margin; "
     needed, clusters = figures["items_needed"], figures["clusters_needed"]
     return f"{settled}the margin takes {needed:,.0f} {unit.items} in {clusters:,.0f} {unit.clusters}."
+
+
+def margins(results: Results) -> list[str]:
+    """The losses that would matter, in words."""
+    accuracy, nll = results.margins.accuracy_margin, results.margins.nll_margin
+    return [f"{UNITS['answers'].margin(accuracy)} of accuracy", UNITS["likelihood"].margin(nll)]
 
 
 def counts(made: list[Judged]) -> dict[str, int]:

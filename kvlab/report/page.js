@@ -10,7 +10,7 @@
     const value = row => row.cells[column].dataset.sort;
     const numbers = [...body.rows].every(row => value(row) === "" || !isNaN(value(row)));
     const compare = numbers ? (a, b) => value(a) - value(b) : (a, b) => value(a).localeCompare(value(b));
-    const up = head.ariaSort ? head.ariaSort === "descending" : !numbers; // figures start with the greatest, words with a
+    const was = head.getAttribute("aria-sort"), up = was ? was === "descending" : !numbers; // figures start with the greatest, words with a
     all("th", table.tHead).forEach(other => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", up ? "ascending" : "descending");
     const missing = row => value(row) === ""; // at the end, whichever way

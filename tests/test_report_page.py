@@ -214,7 +214,7 @@ def test_verdicts_are_the_tables_and_say_why(folder):
     found = {"margin": 0.01, "difference": -0.042, "low": -0.128, "high": 0.024, "items": 120, "clusters": 12, "reason": ""}
     found |= {"items_needed": 2400.0, "clusters_needed": 240.0, "minimum_detectable_effect": 0.093}
     assert verdicts.words(Finding("answers", "p", judge.OPEN, "", found)) == (
-        "Too few samples to say whether 1 point or more is lost: −4.2 [−12.8, +2.4] points, of 120 questions in 12 contexts. "
+        "Too few samples to say whether 1 point or more is lost: −4.2\xa0[−12.8,\xa0+2.4]\xa0points, of 120 questions in 12 contexts. "
         "These settle 9.3 points; 1 point takes 2,400 questions in 240 contexts."
     )
     flat = {**found, "items_needed": np.inf, "reason": "1 cluster: how clusters differ cannot be seen"}
@@ -222,7 +222,7 @@ def test_verdicts_are_the_tables_and_say_why(folder):
         "It takes more than one of the contexts. 1 cluster: how clusters differ cannot be seen."
     )
     nats = {**found, "difference": 0.001, "low": -0.002, "high": 0.004}
-    assert "A loss of 0.01 nats a token or more is excluded: +0.0010 [−0.0020, +0.0040]" in verdicts.words(
+    assert "A loss of 0.01 nats a token or more is excluded: +0.0010\xa0[−0.0020,\xa0+0.0040]" in verdicts.words(
         Finding("likelihood", "p", judge.PASS, "", nats)
     )
 
@@ -328,7 +328,7 @@ def test_experiment_toml_is_the_experiment_and_runs_as_it_stands(folder, tmp_pat
     assert again.origin.overrides == ["task.contexts=2"] and again.origin.source == ""
     assert again.origin.cells == [cell.run_id for cell in asked]
     assert [cell.run_id for cell in config.expand(again, again.origin.overrides)] == again.origin.cells
-    with pytest.raises(ConfigError, match="did you mean 'overrides'"):
+    with pytest.raises(ConfigError, match="unknown field .override. - at ..\\.origin"):
         config.read({**RUN, "origin": {"override": []}})
 
 

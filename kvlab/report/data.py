@@ -117,13 +117,14 @@ def task_of(group: str) -> dict[str, Any]:
 
 
 def task_words(cells: Iterable[config.Cell]) -> dict[str, str]:
-    """For each group of cells its task in words: name, length and whatever else sets the tasks apart."""
+    """For each group of cells its task in words: name, length and whatever else sets tasks of that name apart."""
     tasks = {cell.group: cell.task for cell in cells}
-    others = dict.fromkeys(o for task in tasks.values() for o in task if len({str(t.get(o)) for t in tasks.values()}) > 1)
-    options = [option for option in others if option not in NAMED]
+
+    def apart(task: dict[str, Any], option: str) -> bool:
+        return len({str(other.get(option)) for other in tasks.values() if other["name"] == task["name"]}) > 1
 
     def words(task: dict[str, Any]) -> str:
         size = f", {task['length']:,} tokens" if isinstance(task.get("length"), int) else ""
-        return task["name"] + size + "".join(f", {o} {task[o]}" for o in options if o in task)
+        return task["name"] + size + "".join(f", {o} {task[o]}" for o in task if o not in NAMED and apart(task, o))
 
     return {group: words(task) for group, task in tasks.items()}

@@ -96,5 +96,5 @@ def _question(row: dict[str, Any]) -> str:
 
 
 def _short(text: Any) -> str:
-    text = str(text)
+    text = str(text).strip(" ").replace("\n", "⏎")
     return text if len(text) <= TEXT else text[:TEXT] + " …"

@@ -9,6 +9,8 @@ from kvlab.experiment.compare import REFERENCE, UNPAIRED
 from kvlab.experiment.judge import FAIL, OPEN, PASS, Finding
 from kvlab.report.data import Results
 
+NBSP = "\N{NO-BREAK SPACE}"  # an interval is not broken across lines
+
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
@@ -79,7 +81,7 @@ def words(finding: Finding) -> str:
         OPEN: f"Too few samples to say whether {margin} or more is lost",
     }[finding.outcome]
     low, high = (unit.number(figures[end], "+") for end in ("low", "high"))
-    seen = f"{unit.number(figures['difference'], '+')} [{low}, {high}] {unit.name}"
+    seen = f"{unit.number(figures['difference'], '+')}{NBSP}[{low},{NBSP}{high}]{NBSP}{unit.name.replace(' ', NBSP)}"
     of = f"{figures['items']:,} {unit.items} in {figures['clusters']:,} {unit.clusters}"
     more = [_needed(unit, figures)] if finding.outcome == OPEN else []
     more += [f"{figures['reason'].capitalize()}."] if figures.get("reason") else []

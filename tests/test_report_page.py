@@ -214,8 +214,8 @@ def test_verdicts_are_the_tables_and_say_why(folder):
     found = {"margin": 0.01, "difference": -0.042, "low": -0.128, "high": 0.024, "items": 120, "clusters": 12, "reason": ""}
     found |= {"items_needed": 2400.0, "clusters_needed": 240.0, "minimum_detectable_effect": 0.093}
     assert verdicts.words(Finding("answers", "p", judge.OPEN, "", found)) == (
-        "Too few samples to say whether 1 point or more is lost: −4.2\xa0[−12.8,\xa0+2.4]\xa0points, of 120 questions in 12 contexts. "
-        "These settle 9.3 points; 1 point takes 2,400 questions in 240 contexts."
+        "Too few samples to say whether 1 point or more is lost: −4.2\xa0[−12.8,\xa0+2.4]\xa0points, of 120 questions in 12 "
+        "contexts. These settle 9.3 points; 1 point takes 2,400 questions in 240 contexts."
     )
     flat = {**found, "items_needed": np.inf, "reason": "1 cluster: how clusters differ cannot be seen"}
     assert verdicts.words(Finding("answers", "p", judge.OPEN, "", flat)).endswith(
@@ -343,9 +343,10 @@ def test_a_cell_runs_alone_from_its_own_file(folder, tmp_path):
 
 def test_commands_name_file_overrides_and_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tables = {key: value for key, value in RUN.items() if key != "name"} | {"smoke": {"task.contexts": 1}}
+    grid = {**RUN["grid"], "task": [TASK]}
+    tables = {key: value for key, value in RUN.items() if key != "name"} | {"grid": grid, "smoke": {"task.contexts": 1}}
     (tmp_path / "my page.toml").write_text(tomli_w.dumps(tables))
-    monkeypatch.setattr(sys, "argv", ["kvlab", "run", "my page.toml", "--smoke", "--set", "task.queries=8"])
+    monkeypatch.setattr(sys, "argv", ["kvlab", "run", "my page.toml", "--smoke", "--set", "seed=5"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0 and "kvlab report results/my page-smoke" in capsys.readouterr().out
@@ -354,8 +355,8 @@ def test_commands_name_file_overrides_and_cell(tmp_path, monkeypatch, capsys):
         cli.main()
     assert stop.value.code == 0 and capsys.readouterr().out.strip() == "results/my page-smoke/report.html"
     made = origin.commands(data.read("results/my page-smoke"))
-    assert made["whole"] == "kvlab run 'my page.toml' --set task.queries=8 --smoke --out reproduced"
-    assert made["stored"] == "kvlab run 'results/my page-smoke/experiment.toml' --set task.queries=8 --smoke --out reproduced"
+    assert made["whole"] == "kvlab run 'my page.toml' --set seed=5 --smoke --out reproduced"
+    assert made["stored"] == "kvlab run 'results/my page-smoke/experiment.toml' --set seed=5 --smoke --out reproduced"
     figures = json.loads((tmp_path / "page.json").read_text())
     assert figures["verdicts"][WINDOW]["outcome"] and figures["policies"]["full"]["accuracy"] > 0.8
     assert figures["fronts"]["accuracy"] and figures["page"].endswith("report.html")

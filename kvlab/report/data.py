@@ -116,6 +116,13 @@ def task_of(group: str) -> dict[str, Any]:
     return json.loads(group)[1]
 
 
+def seed_words(cells: Iterable[config.Cell]) -> dict[str, str]:
+    """For each group of cells ", seed 3" where there are several, else nothing."""
+    seeds = {cell.group: cell.seed for cell in cells}
+    several = len(set(seeds.values())) > 1
+    return {group: f", seed {seed}" if several else "" for group, seed in seeds.items()}
+
+
 def task_words(cells: Iterable[config.Cell]) -> dict[str, str]:
     """For each group of cells its task in words: name, length and whatever else sets tasks of that name apart."""
     tasks = {cell.group: cell.task for cell in cells}

@@ -14,7 +14,7 @@ import numpy as np
 from kvlab import results as frames
 from kvlab.errors import KvlabError
 from kvlab.experiment import config
-from kvlab.report.data import Results, task_words
+from kvlab.report.data import Results, seed_words, task_words
 
 LEVELS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 PROMPTS, TOKENS, POLICIES = 8, 4096, 40  # at most: texts, tokens of each, policies; a page has to stay small
@@ -108,7 +108,7 @@ def _evidence(results: Results, place: Place, policies: list[str], samples: np.n
 def _title(results: Results, place: Place) -> str:
     group, batch, prompt = place
     cell = next(cell for cell in results.cells if cell.group == group)
-    seeds = len({cell.seed for cell in results.cells}) > 1
     models = len({_model(cell) for cell in results.cells}) > 1
     before = f"{_model(cell)}: " if models else ""
-    return f"{before}{task_words(results.cells)[group]}{f', seed {cell.seed}' if seeds else ''}, text {batch + 1}.{prompt + 1}"
+    words = task_words(results.cells)[group] + seed_words(results.cells)[group]
+    return f"{before}{words}, batch {batch}, text {prompt}"

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from kvlab.experiment.compare import Samples
-from kvlab.report.data import Results, task_words
+from kvlab.report.data import Results, seed_words, task_words
 
 MOST = 1000  # rows of the page, shared among the policies
 EACH = 60
@@ -38,7 +38,8 @@ class Shown:
 
 def shown(results: Results) -> list[Shown]:
     """Of every policy but the full cache (of that alone where there is no other) lost answers first, then gained, then others."""
-    tasks = task_words(results.cells)
+    tasks, seeds = task_words(results.cells), seed_words(results.cells)
+    tasks = {group: words + seeds[group] for group, words in tasks.items()}
     full = results.full
     labels = [label for label in results.rows if label not in full] or full
     sampled = lambda label: [_sample(k, row, results.reference, tasks) for k, row in _answered(results.rows[label])]

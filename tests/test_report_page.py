@@ -408,7 +408,7 @@ def test_names_of_tensorboard_runs_differ():
 
 def test_tensorboard_without_its_library_says_how_to_get_it(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ResultsError, match="pip install 'kvlab.tensorboard.'"):
+    with pytest.raises(ResultsError, match="pip install tensorboardX"):
         tensorboard.write(folder, tmp_path)
 
 

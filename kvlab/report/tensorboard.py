@@ -22,7 +22,7 @@ def write(folder: str | Path, out: str | Path) -> list[Path]:
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
-        raise ResultsError("--tensorboard needs tensorboardX; install it: pip install 'kvlab[tensorboard]'") from error
+        raise ResultsError("--tensorboard needs the extra 'tensorboard'; write: pip install tensorboardX") from error
     results = data.read(folder)
     by_layer = {"entropy": layers.entropy(results), "drift": layers.drifts(results)}
     made = []

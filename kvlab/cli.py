@@ -89,7 +89,7 @@ def run(
     if search:
         _search(file, set_, smoke, out, accept_stale, fresh, retry, json_)
     from kvlab.experiment import launch as launching
-    from kvlab.experiment import report
+    from kvlab.experiment import report, store
     from kvlab.experiment import run as running
     from kvlab.experiment import slurm as jobs
 
@@ -97,6 +97,7 @@ def run(
     place = running.folder(name, out, smoke)
     with _resumable():
         running.prepare(cells, place, fresh, retry)
+        store.write_experiment(place, name, experiment, config.origin("run", file, set_, smoke), cells)
         words = launching.command(file, set_, smoke, out, accept_stale)
         if not launch:
             running.compute(name, cells, place, accept_stale)
@@ -176,6 +177,26 @@ def diff(
     made = module.diff(first, second)
     diff_table.show(made)
     write_json(json_, made)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A results folder, such as results/quickstart.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder by default.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard scalars to this folder.")] = None,
+    json_: Json = None,
+) -> None:
+    """A results folder as one page: verdicts, pictures, the table, kept tokens, samples, and how to run it again."""
+    from kvlab.experiment import store
+    from kvlab.report import page
+    from kvlab.report import tensorboard as board
+
+    _beside([store.source(folder)])
+    path, figures = page.write(folder, out)
+    print(path)
+    for run in board.write(folder, tensorboard) if tensorboard is not None else ():
+        print(run)
+    write_json(json_, {**figures, "page": str(path)})
 
 
 @app.command()

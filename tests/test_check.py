@@ -10,6 +10,7 @@ from kvlab import cli
 from kvlab.decode import Engine
 from kvlab.errors import ConfigError
 from kvlab.experiment import check, compare, config, judge, run
+from kvlab.report import data, verdicts
 from kvlab.tasks import Answers, Continuation
 from kvlab.tasks.continuation import agreed, repetition
 from tests.tools import Bytes
@@ -107,6 +108,9 @@ def test_a_check_of_a_tiny_model(on_tiny, tmp_path, monkeypatch, capsys):
     assert drift["mean"] > 100 * made.drift["A/A | prefill in blocks of 256"]["mean"] and made.drift["full"]["mean"] == 0
     assert len(drift["by_layer"]) == 2 and len(drift["by_quarter"]) == 4
     assert by("worst case", made.findings).figures["clusters"] == 2
+    assert json.loads((tmp_path / "small" / "check.json").read_text())["outcome"] == made.outcome
+    reported = {each.label: each for each in verdicts.judged(data.read(tmp_path / "small"))}["window size 60 sinks 4"]
+    assert [rule for rule, _, _ in reported.lines] == [f.rule for f in made.findings[:4]]
     monkeypatch.setattr(check, "check", lambda *args: made)
     with pytest.raises(SystemExit) as stop:
         cli.app(["check", "small.toml", "--junit", "j.xml", "--json", "c.json"])

@@ -6,6 +6,7 @@ whose difference is the noise of the measurement.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,13 @@ def check(
     subjects = list(dict.fromkeys(cell.label for cell in asked if not compare.is_full(cell)))
     _complete(name, asked, subjects)
     cells = with_controls(asked)
-    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry)
+    origin = config.origin("check", source, overrides, smoke)
+    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry, origin)
     folder = run.folder(name, Path(out), smoke)
     findings = judged(cells, folder, experiment, subjects)
-    return Judgement(judge.outcome(findings), findings, drift.figures(cells, folder), frame)
+    made = Judgement(judge.outcome(findings), findings, drift.figures(cells, folder), frame)
+    store.write_text(folder / store.CHECK, json.dumps(made.as_json(), indent=1))
+    return made
 
 
 def with_controls(cells: list[config.Cell]) -> list[config.Cell]:

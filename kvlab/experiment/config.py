@@ -165,6 +165,25 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"check: {self}; allowed: margins above 0 and below 1, long_contexts from 0")
 
 
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a results folder came about: the table [origin] of its experiment.toml, which no file of one's own needs.
+
+    `command` is run or check; `source` the file that was named, "" for tables in Python; `cells` the folders of its cells.
+    """
+
+    name: str = ""
+    command: str = "run"
+    source: str = ""
+    overrides: list[str] = []
+    smoke: bool = False
+    cells: list[str] = []
+
+
+def origin(command: str, source: str | Path | dict, overrides: Sequence[str], smoke: bool) -> Origin:
+    """What a command was asked for; `store.write_experiment` adds the rest."""
+    return Origin("", command, "" if isinstance(source, dict) else str(source), list(overrides), smoke)
+
+
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file as it stands."""
 
@@ -177,6 +196,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verdict: dict[str, Any] = {}
     check: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
+    origin: Origin | None = None
 
     @property
     def rules(self) -> Rules:
@@ -188,7 +208,10 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(source: str | Path | dict) -> tuple[str, Experiment]:
-    """An experiment and its name, from a file or from the same tables in Python. Errors: ConfigError."""
+    """An experiment and its name, from a file or from the same tables in Python. Errors: ConfigError.
+
+    Two files of a results folder are experiments as well: its experiment.toml, and the config.toml of a cell, which is one cell.
+    """
     if isinstance(source, dict):
         return source.get("name", "experiment"), _experiment({k: v for k, v in source.items() if k != "name"}, "config")
     path = Path(source)
@@ -196,7 +219,8 @@ def read(source: str | Path | dict) -> tuple[str, Experiment]:
     if {"model", "task"} <= set(raw) and "question" not in raw:
         cell = convert(raw, Cell, str(path))
         return cell.run_id, Experiment(f"one cell: {cell.label}, {cell.task.get('name')}, seed {cell.seed}", base=raw)
-    return path.stem, _experiment(raw, str(path))
+    made = _experiment(raw, str(path))
+    return made.origin.name if made.origin else path.stem, made
 
 
 def _experiment(raw: dict, where: str) -> Experiment:

@@ -71,6 +71,7 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
         [path for path in (folder / "table.parquet", folder / "samples.parquet", drawn, ranked) if path],
         [by_task(table, cells), causes_table(causes.table(cells, folder))],
     )
+    print(f"all of it on one page: kvlab report {folder}")
     return frame
 
 

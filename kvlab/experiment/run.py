@@ -59,7 +59,9 @@ def run(
     name, experiment = config.read(source)
     if experiment.search is not None:
         raise ConfigError(f"{name}: has a [search] table; write kvlab run FILE --search")
-    return execute(name, experiment, config.expand(experiment, overrides, smoke), Path(out), smoke, accept_stale, fresh, retry)
+    cells = config.expand(experiment, overrides, smoke)
+    origin = config.origin("run", source, overrides, smoke)
+    return execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry, origin)
 
 
 def folder(name: str, out: Path, smoke: bool) -> Path:
@@ -76,10 +78,12 @@ def execute(
     accept_stale: bool,
     fresh: bool,
     retry: bool = False,
+    origin: config.Origin = config.Origin(),  # noqa: B008
 ):
     """Runs cells and returns the table; as `run`, for cells that were expanded already."""
     place = folder(name, out, smoke)
     prepare(cells, place, fresh, retry)
+    store.write_experiment(place, name, experiment, origin, cells)
     compute(name, cells, place, accept_stale)
     return conclude(name, experiment, cells, place)
 
@@ -221,7 +225,10 @@ class Group:
         drift = made.drift(reference) if reference and not batch.sampling else None
         if drift is not None:
             rows = [{**row, "drift": float(mean)} for row, mean in zip(rows, drift.mean((0, 1)))]
+        if not self.task.compares_logits:  # there it is the text itself that is fed
+            rows = [{**row, "question": self.engine.model.tokenizer.decode(f)} for row, f in zip(rows, batch.forced)]
         if batch.spans:
+            rows = [{**row, "span": [int(end) for end in span]} for row, span in zip(rows, batch.spans)]
             mine = compare.is_full(each.cell)
             for i, row in enumerate(rows):
                 model = not row["correct"] and (mine or not full()[i])
@@ -426,7 +433,7 @@ def code_digest() -> str:
     root = Path(kvlab.__file__).parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.parts[len(root.parts)] not in ("cli.py", "__main__.py", "bench"):
+        if path.parts[len(root.parts)] not in ("cli.py", "__main__.py", "bench", "report"):
             total.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return total.hexdigest()
 

@@ -7,9 +7,11 @@ results/<experiment>/<run_id>/config.toml         written first
                               samples/00000.npz   kept positions, prompt tokens, token ids of the answers, entropy
                               error.txt           why the cell failed, where it did (see `kvlab.experiment.failures`)
                               summary.json        written last (its presence means: done)
+results/<experiment>/experiment.toml              the experiment as it was run, and how (see `config.Origin`); runs as it stands
 results/<experiment>/table.parquet                a row per cell
 results/<experiment>/samples.parquet              a row per sample, scalars only
 results/<experiment>/search.json                  what `kvlab run --search` found, and search.png
+results/<experiment>/check.json                   what `kvlab check` found
 results/<experiment>/ranking.json                 where layers were sparse one at a time (see `kvlab.experiment.ranking`)
 """
 
@@ -17,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvlab import parts
 from kvlab.errors import ResultsError
 from kvlab.experiment import sharing
-from kvlab.experiment.config import Cell
+from kvlab.experiment.config import Cell, Experiment, Origin
+
+EXPERIMENT, CHECK = "experiment.toml", "check.json"
 
 SAME = ("code", "weights", "text", "files")  # what results must have in common to be built on
 
@@ -164,6 +169,22 @@ def discard(folder: Path, cells: Iterable[Cell]) -> None:
     with sharing.alone(folder):
         for cell in cells:
             shutil.rmtree(folder / cell.run_id, ignore_errors=True)
+
+
+def write_experiment(folder: Path, name: str, experiment: Experiment, origin: Origin, cells: Sequence[Cell]) -> None:
+    """Writes experiment.toml before the cells run; what an earlier check found goes, for it was about other cells."""
+    import tomli_w
+
+    made = msgspec.structs.replace(origin, name=name, cells=[cell.run_id for cell in cells])
+    tables = msgspec.to_builtins(msgspec.structs.replace(experiment, origin=made))
+    write_text(folder / EXPERIMENT, tomli_w.dumps({key: value for key, value in tables.items() if value is not None}))
+    (folder / CHECK).unlink(missing_ok=True)
+
+
+def source(folder: Path) -> str:
+    """The file that an experiment was read from, "" where its folder does not say. Errors: ConfigError."""
+    path = folder / EXPERIMENT
+    return parts.read_toml(path).get("origin", {}).get("source", "") if path.exists() else ""
 
 
 def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ expect   = "..."            what is expected, and how long it takes
 [smoke]                     "dotted.path" = value: makes it small; "grid.dotted.path" = [values] replaces an axis
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 [check]                     for `kvlab check`: worst_margin, long_contexts, repetition_margin: see `Rules`
+[claim]                     for `kvlab claim`: see `kvlab.claims`
 """
 
 import copy
@@ -172,6 +173,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     smoke: dict[str, Any] = {}
     verdict: dict[str, Any] = {}
     check: dict[str, Any] | None = None
+    claim: dict[str, Any] | None = None
 
     @property
     def rules(self) -> Rules:

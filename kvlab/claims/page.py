@@ -52,12 +52,14 @@ def _row(name: str, claim: reading.Claim, kept: dict[str, Any] | None) -> str:
 
 
 def _section(file: Path, name: str, experiment: config.Experiment, claim: reading.Claim, kept: dict[str, Any] | None) -> str:
+    # what was registered is what the run was made with, whatever became of the file since
+    stated = kept or {"expect": experiment.expect, **{k: getattr(claim, k) for k in ("statement", "source", "holds_if")}}
     lines = [
         f"\n## {name}\n",
-        f"> {_line(claim.statement)}\n",
-        f"Source: {_line(claim.source)}\n",
-        f"Holds if: {_line(claim.holds_if)}\n",
-        f"Registered before the run: {_line(experiment.expect)}\n",
+        f"> {_line(stated['statement'])}\n",
+        f"Source: {_line(stated['source'])}\n",
+        f"Holds if: {_line(stated['holds_if'])}\n",
+        f"Expected: {_line(stated['expect'])}\n",
         f"    kvlab claim {file}\n",
     ]
     if kept is not None:

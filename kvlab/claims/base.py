@@ -40,9 +40,9 @@ class Test(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return ()
 
     @property
-    def exact(self) -> bool:
-        """Whether it is arithmetic, without samples."""
-        return False
+    def bounds(self) -> int:
+        """How many intervals it rests on; none where it is arithmetic."""
+        return 1
 
     def find(self, table: Table, alpha: float) -> "Finding":
         raise NotImplementedError
@@ -112,15 +112,15 @@ def outcome(findings: Iterable[Finding], rule: str) -> str:
 
 
 def share(alpha: float, tests: Iterable[Test]) -> float:
-    """Alpha shared among the tests that decide by samples (Bonferroni), so that their intervals are right together."""
-    return alpha / max(sum(test.decides and not test.exact for test in tests), 1)
+    """Alpha shared among the intervals that decide (Bonferroni), so that they are right together."""
+    return alpha / max(sum(test.bounds for test in tests if test.decides), 1)
 
 
 def finding(test: Test, kind: str, estimate: Estimate, alpha: float, unit: str, text: str, **series) -> Finding:
     """A finding on a quantity with its interval, the text completed by what is missing."""
     result, more = decide(estimate, test.more_than), needed(estimate, test.more_than, alpha)
     if result == OPEN:
-        text += f"; {estimate.clusters:,} contexts leave it open"
+        text += f"; {estimate.clusters:,} texts leave it open"
         text += f", {more:,.0f} would settle it if this is the truth" if math.isfinite(more) else ", and more may not settle it"
     return Finding(
         kind, test.name, test.decides, result, text, estimate.value, estimate.low, estimate.high, test.more_than, unit,

@@ -7,6 +7,7 @@ import numpy as np
 from kvlab.claims import base, samples
 from kvlab.claims.base import FAILS, HOLDS, Finding
 from kvlab.claims.samples import Table
+from kvlab.errors import ResultsError
 
 
 class Column(base.Test, frozen=True, kw_only=True):
@@ -56,6 +57,10 @@ class Column(base.Test, frozen=True, kw_only=True):
             return pairs.values[:, :1] - pairs.values[:, 1:], float(pairs.values[:, 1].mean()), pairs.clusters
         mine, theirs = (table[label] for label in self.labels)
         keys = [key for key, sample in mine.items() if key in theirs and samples.fits(sample, self.where)]
+        if not keys:
+            raise ResultsError(
+                f"{self.name}: no sample of both {self.policy!r} and {self.reference!r} where {self.where or 'anything'}"
+            )
         span = slice(*((self.layers[0], self.layers[1] + 1) if self.layers else (None, None)))
         one, other = (np.array([own[key].row["entropy_by_layer"] for key in keys])[:, span] for own in (mine, theirs))
         return one - other, float(other.mean()), [mine[key].cluster for key in keys]

@@ -14,8 +14,8 @@ class Interaction(base.Test, frozen=True, kw_only=True):
 
     Without a `ratio` the quantity is d = (both − a) − (b − full), what both lose beyond the sum of a's and b's loss.
     With one, the claim is that both lose more than `ratio` times what either does: ℓ_both − ratio · ℓ_a and
-    ℓ_both − ratio · ℓ_b, both larger than `more_than`; the smaller decides, at half of alpha each. Such differences are
-    compared instead of a quotient, since the loss below the line may be near zero (Fieller, 1954).
+    ℓ_both − ratio · ℓ_b, both larger than `more_than`; the smaller decides. Such differences are compared instead of a
+    quotient, since the loss below the line may be near zero (Fieller, 1954).
     """
 
     a: str
@@ -29,12 +29,15 @@ class Interaction(base.Test, frozen=True, kw_only=True):
     def labels(self) -> tuple[str, ...]:
         return self.full, self.a, self.b, self.both
 
+    @property
+    def bounds(self) -> int:
+        return 1 if self.ratio is None else 2
+
     def find(self, table: Table, alpha: float) -> Finding:
         pairs = samples.paired(table, self.labels, self.measure, self.where)
         loss = pairs.values[:, 1:] - pairs.values[:, :1]  # of a, b and both
         unit = samples.unit(self.measure)
-        level = alpha if self.ratio is None else alpha / 2
-        estimate = lambda values: samples.mean(values, pairs.clusters, self.measure, level)
+        estimate = lambda values: samples.mean(values, pairs.clusters, self.measure, alpha)
         if self.ratio is None:
             quantity = estimate(loss[:, 2] - loss[:, 0] - loss[:, 1])
         else:
@@ -45,7 +48,7 @@ class Interaction(base.Test, frozen=True, kw_only=True):
             "labels": [self.a, self.b, self.both],
             **{name: [getattr(e, name) for e in means] for name in ("value", "low", "high")},
         }
-        return base.finding(self, "interaction", quantity, level, unit, text, **series)
+        return base.finding(self, "interaction", quantity, alpha, unit, text, **series)
 
     def _text(self, loss: np.ndarray, quantity: str, unit: str) -> str:
         a, b, both = loss.mean(0)

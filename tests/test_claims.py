@@ -139,6 +139,7 @@ def test_covariates_are_summed_and_named():
     table = {label: answers(lambda c, q, n: True) | answers(lambda c, q, n: True, length=4096, distractors=24) for label in "pf"}
     keys = Trend(name="t", policy="p", reference="f", covariate=["needles", "distractors"], measure="correct", more_than=0.1)
     found = keys.find(table, ALPHA)
+    assert (found.items, found.clusters) == (960, 120)
     assert found.series["x"] == [10, 34] and found.outcome == FAILS and found.low < 0 < found.high, "no events are not certainty"
     with pytest.raises(ConfigError, match="covariate 'dept' is no number of needle; did you mean 'depth'"):
         Trend(name="t", policy="p", reference="f", covariate="dept", measure="correct").find(table, ALPHA)

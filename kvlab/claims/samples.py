@@ -130,7 +130,7 @@ def mean(values, clusters, measure: str, alpha: float) -> Estimate:
     values, names = np.asarray(values, float), list(clusters)
     if measure == BINARY:
         values, names = np.append(values, [1.0, -1.0]), [*names, "a gain", "a loss"]
-    return statistics.mean_difference(values, np.zeros_like(values), names, alpha)
+    return _of(clusters, statistics.mean_difference(values, np.zeros_like(values), names, alpha))
 
 
 def slope(x, values, clusters, measure: str, alpha: float, relative: bool) -> Estimate:
@@ -140,4 +140,9 @@ def slope(x, values, clusters, measure: str, alpha: float, relative: bool) -> Es
         x = np.append(x, [x.min(), x.min(), x.max(), x.max()])
         values = np.append(values, [1.0, -1.0, 1.0, -1.0])
         names += ["first gain", "first loss", "last gain", "last loss"]
-    return trend.slope(x, values, names, alpha, relative)
+    return _of(clusters, trend.slope(x, values, names, alpha, relative))
+
+
+def _of(clusters, estimate: Estimate) -> Estimate:
+    """The estimate with the numbers of what was really seen."""
+    return estimate._replace(items=len(clusters), clusters=len(set(clusters)))

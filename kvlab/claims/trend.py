@@ -76,6 +76,7 @@ class Trend(base.Test, frozen=True, kw_only=True):
         axis.errorbar(x, factor * value, ends, fmt="o-", color="tab:blue", ecolor="0.5", capsize=3)
         if self.scale == "log2":
             axis.set_xscale("log", base=2)
+            axis.set_xticks(x, [f"{level:,.4g}" for level in x])
         axis.axhline(0, color="0.8", lw=1)
         names = [self.covariate] if isinstance(self.covariate, str) else self.covariate
         axis.set_xlabel(" + ".join(names))

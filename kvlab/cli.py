@@ -200,6 +200,36 @@ def report(
 
 
 @app.command()
+def claim(
+    file: Annotated[Path | None, typer.Argument(help="An experiment with a [claim] table, one of experiments/claims.")] = None,
+    set_: Set = [],  # noqa: B006
+    smoke: Smoke = False,
+    out: Out = Path("results"),
+    keep: Annotated[Path | None, typer.Option(help="Also write the verdict and its picture to this folder.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write one page on all claims beside it, from what was kept.")] = None,
+    accept_stale: Stale = False,
+    fresh: Fresh = False,
+    json_: Json = None,
+) -> None:
+    """Is it true what an article says? Runs a claim's experiment and judges it; any verdict has exit code 0."""
+    from kvlab.claims import page as pages
+    from kvlab.claims import run as module
+
+    if (file is None) == (page is None):
+        raise ConfigError("give a claim, such as experiments/claims/int4_sparse.toml, or --page experiments/claims/README.md")
+    if page is not None:
+        count = pages.write(page)
+        print(f"wrote {page}, {count} claims")
+        write_json(json_, {"page": str(page), "claims": count})
+    else:
+        _beside([str(file)])
+        with _resumable():
+            made = module.claim(str(file), set_, smoke, out, accept_stale, fresh, keep)
+        module.show(made)
+        write_json(json_, made.as_json())
+
+
+@app.command()
 def train(
     file: Annotated[Path, typer.Argument(help="A training, such as experiments/tiny_recall.toml.")],
     set_: Set = [],  # noqa: B006

@@ -21,7 +21,7 @@ ALL = {name: codec for name, codec in (tools.CODECS | tools.MORE_CODECS).items()
 PAGES = hnp.arrays(np.float32, (1, 1, 1, PAGE, 8), elements=st.floats(-(2.0**80), 2.0**80, width=32))
 
 
-@pytest.mark.parametrize("scale", ["token", "channel"])
+@pytest.mark.parametrize("scale", ["token", "channel", "tensor"])
 @given(x=PAGES)
 @settings(max_examples=40, deadline=None)
 def test_int8_error_is_at_most_half_a_step(scale, x):
@@ -34,7 +34,7 @@ def test_int8_error_is_at_most_half_a_step(scale, x):
     assert (error <= step * (0.5 + 1e-5) + smallest).all()
 
 
-@pytest.mark.parametrize("scale", ["token", "channel"])
+@pytest.mark.parametrize("scale", ["token", "channel", "tensor"])
 @pytest.mark.parametrize("name", ["small", "constant", "zero", "outlier"])
 def test_int8_at_the_edges(scale, name):
     """CASES 13: |x| ≤ .5, a constant channel, zeros, one huge outlier."""
@@ -50,6 +50,19 @@ def test_int8_at_the_edges(scale, name):
     assert np.isfinite(back).all() and (np.abs(back - x) <= step * 0.50001).all()
     if name == "small":
         assert step.max() < 0.5 / 127 + 1e-6, "a floor on the scale would lose small values"
+
+
+def test_one_scale_for_a_page_of_a_head():
+    """Pages and heads do not share it, and a large channel costs all the others their precision."""
+    x = np.random.default_rng(0).uniform(-0.5, 0.5, (1, 2, 3, PAGE, 16)).astype(np.float32)
+    x[0, 1, 2, :, 4] *= 100
+    code = {scale: Int8(scale).encode(jnp.asarray(x)) for scale in ("tensor", "channel")}
+    step = np.asarray(code["tensor"]["scale"])
+    assert step.shape == (1, 2, 3, 1, 1)
+    np.testing.assert_allclose(step, np.abs(x).max((-2, -1), keepdims=True) / 127, rtol=1e-6)
+    error = {scale: np.abs(np.asarray(Int8(scale).decode(c)) - x)[..., :4].mean((-2, -1))[0] for scale, c in code.items()}
+    assert error["tensor"][1, 2] > 20 * error["channel"][1, 2] and error["tensor"][0, 0] < 2 * error["channel"][0, 0]
+    assert Int8("tensor").page_bytes(16) == PAGE * 16 + 4 and Int8("tensor").group == PAGE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -298,7 +311,7 @@ def test_refusals_say_what_is_allowed(make, message):
 
 
 def test_bad_options_name_the_allowed_ones():
-    with pytest.raises(ConfigError, match="did you mean 'channel'.*token"):
+    with pytest.raises(ConfigError, match="did you mean 'channel'.*tensor, token"):
         Int8("chanel")
     with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
         Raw("bfloat1")

@@ -214,7 +214,10 @@ def test_layers_may_have_policies_of_their_own(on_tiny, tmp_path):
         ({"grid": {"task": [{"name": "needle", "length": "long"}]}}, "Expected `int`, got `str`"),
         ({"grid": {"task": [{"name": "needle", "length": 2.5}]}}, "Expected `int`, got `float`"),
         ({"grid": {"task": [{"name": "needle"}], "policy.retention": [{"name": "windw"}]}}, "did you mean 'window'"),
-        ({"grid": {"task": [{"name": "needle"}], "policy.codec": [{"name": "int8", "scale": "row"}]}}, "allowed: channel, token"),
+        (
+            {"grid": {"task": [{"name": "needle"}], "policy.codec": [{"name": "int8", "scale": "row"}]}},
+            "allowed: channel, tensor, token",
+        ),
         ({"grid": {"task": [{"name": "needle"}], "policy.coder": ["raw"]}}, "unknown key 'coder'; did you mean 'codec'"),
         ({"grid": {"task": [{"name": "needle"}], "policy.retention": ["no.such:Part"]}}, "cannot be imported"),
         ({"zip": {"seed": [1, 2], "policy.label": ["a"]}}, "lists of different lengths"),

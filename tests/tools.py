@@ -84,6 +84,7 @@ CODECS = {
 }
 FREQUENCIES = (1e4 ** -np.linspace(0, 1, 16, endpoint=False)).astype(np.float32)
 MORE_CODECS = {  # for head dimensions of 32 and more; tests/test_coded_caches.py has them with every layout
+    "int8_tensor": Int8("tensor"),
     "fp8": Fp8(),
     "fp8_channel": Fp8("e5m2", "channel"),
     "fp8_none": Fp8(scale="none"),

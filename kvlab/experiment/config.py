@@ -9,6 +9,7 @@ expect   = "..."            what is expected, and how long it takes
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 [check]                     for `kvlab check`: worst_margin, long_contexts, repetition_margin: see `Rules`
 [search]                    for `kvlab run --search`: path, values, looks: see `kvlab.experiment.points`
+[claim]                     for `kvlab claim`: see `kvlab.claims`
 
 A cell's own config.toml, as results hold it (model, task, policy, seed and no question), is an experiment of that cell alone.
 """
@@ -197,6 +198,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     check: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
     origin: Origin | None = None
+    claim: dict[str, Any] | None = None
 
     @property
     def rules(self) -> Rules:

@@ -23,27 +23,30 @@ class Likelihood(Task):
       contexts: documents, decoded together.
       length, continuation: tokens in the cache at first, and fed afterwards.
       text: see `kvlab.tasks.text`.
+      until: where the continuation begins in its document, when that is not at `length`: the prompt is the `length` tokens
+        before, so that tasks of different lengths predict the same tokens of the same documents.
     """
 
     length: int = 2048
     contexts: int = 4
     continuation: int = 96
     text: str = "docstrings"
+    until: int | None = None
 
     compares_logits = True
 
     def __post_init__(self):
         check("likelihood", contexts=(self.contexts, 1, None), length=(self.length, 1, None))
-        check("likelihood", continuation=(self.continuation, 2, None))
+        check("likelihood", continuation=(self.continuation, 2, None), until=(self.until, self.length, None))
 
     def count(self) -> int:
         return 1
 
     def batch(self, index: int, seed: int, tokenizer) -> Batch:
-        need = self.length + self.continuation
-        chosen = source.long_documents(self.text, tokenizer, generator(seed, index), need, self.contexts)
-        prompts = [ids[: self.length] for _, ids in chosen]
-        forced = [ids[self.length :] for _, ids in chosen]
+        end, begin = self.until or self.length, list(tokenizer.begin)
+        chosen = source.long_documents(self.text, tokenizer, generator(seed, index), end + self.continuation, self.contexts)
+        prompts = [begin + ids[end - self.length + len(begin) : end] for _, ids in chosen]
+        forced = [ids[end:] for _, ids in chosen]
         facts = [{"context": i, "document": name} for i, (name, _) in enumerate(chosen)]
         return Batch(prompts, range(len(chosen)), forced, self.continuation, facts, forced)
 

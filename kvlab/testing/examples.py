@@ -32,6 +32,7 @@ def examples(model: ModelConfig) -> dict[str, dict[str, Any]]:
     }
     made["retention"]["snapkv, single tokens"] = SnapKV(size=SIZE, unit=1).at(0, model)
     made["codec"]["int8, scale by channel"] = Int8("channel")
+    made["codec"]["int8, scale by tensor"] = Int8("tensor")
     return made
 
 

@@ -145,6 +145,11 @@ def mean_difference(policy, reference, clusters=None, alpha: float = 0.05, seed:
     return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
 
 
+def mean(values, clusters=None, alpha: float = 0.05, seed: int = 0) -> Estimate:
+    """As `mean_difference`, of one list of values."""
+    return mean_difference(values, np.zeros(np.shape(values)), clusters, alpha, seed)
+
+
 def bootstrap(grouped: Grouped, alpha: float = 0.05, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
     """Percentile interval of the mean over resampled clusters, each with all its items (Davison & Hinkley, 1997, ch. 5.3).
 

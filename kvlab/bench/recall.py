@@ -59,7 +59,7 @@ def main(
     return {"gate": gate, "model": model, "text": text, "length": length, "contexts": contexts, "rows": rows}
 
 
-def selections(config, gate: str, sparsity: float, layer: int, **forced: int) -> dict[str, Any]:
+def selections(config, gate: str, sparsity: float, layer: int, **forced: Any) -> dict[str, Any]:
     """What is compared, for one layer. The window of the newest tokens and the sinks (`forced`) are the same for all."""
     trained = gates.load(gate)
     untrained = gates.make(trained.kind, trained.config)

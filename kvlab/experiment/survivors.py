@@ -14,7 +14,7 @@ def held(sample) -> np.ndarray:
 def coloured(sample, start: int = 0, stop: int | None = None, width: int = 14) -> str:
     """The prompt's tokens from `start` to `stop`, `width` a line: the fuller the block after one, and the greener it is, the more
     (layer, KV head) hold it. For a terminal or a notebook."""
-    words = [word.strip().replace("\n", "⏎") for word in sample["prompt_tokens"][start:stop]]
+    words = [word.replace("\n", "⏎").strip() for word in sample["prompt_tokens"][start:stop]]
     levels = (held(sample).mean((0, 1))[start:stop] * (len(BLOCKS) - 1)).round().astype(int)
     size = max(map(len, words), default=0)
     cells = [f"\x1b[30;48;5;{GREENS[level]}m{word:>{size}}{BLOCKS[level]}\x1b[0m" for word, level in zip(words, levels)]

@@ -81,6 +81,7 @@ def test_variance_between_clusters_by_hand():
     grouped = clusters.group([0, 1, 2, 3], ["a", "a", "a", "b"])
     assert grouped.variance() == pytest.approx((1.5**2 + 1.5**2) * 2 / 16)
     means = statistics.mean_difference([1.0, 2, 4], [0.0, 0, 0], range(3))
+    assert means == statistics.mean([1.0, 2, 4], range(3)) == statistics.mean_difference([2.0, 3, 5], [1.0, 1, 1], range(3))
     theirs = stats.ttest_1samp([1.0, 2, 4], 0).confidence_interval(0.9)
     assert (means.low, means.high) == pytest.approx((theirs.low, theirs.high))
 

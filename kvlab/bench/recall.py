@@ -47,7 +47,7 @@ def main(
         column = {name: np.concatenate([m for m, _ in each]) for (s, name), each in found.items() if s == share}
         tokens = {name: float(np.mean([n for _, n in each])) for (s, name), each in found.items() if s == share}
         for name, mass in column.items():
-            own = statistics.mean_difference(mass, np.zeros_like(mass), clusters, ALPHA)
+            own = statistics.mean(mass, clusters, ALPHA)
             row = {"sparsity": share, "selection": name, "recall": float(mass.mean()), "low": own.low, "high": own.high}
             if name != "gate":
                 gap = statistics.mean_difference(column["gate"], mass, clusters, ALPHA)
@@ -59,19 +59,19 @@ def main(
     return {"gate": gate, "model": model, "text": text, "length": length, "contexts": contexts, "rows": rows}
 
 
-def selections(config, gate: str, sparsity: float, layer: int) -> dict[str, Any]:
-    """What is compared, for one layer. The window of the newest tokens and the sinks are the same for all."""
+def selections(config, gate: str, sparsity: float, layer: int, **forced: Any) -> dict[str, Any]:
+    """What is compared, for one layer. The window of the newest tokens and the sinks (`forced`) are the same for all."""
     trained = gates.load(gate)
     untrained = gates.make(trained.kind, trained.config)
     kind = SELECTIONS[KINDS[trained.kind]]
     return {
-        "gate": kind(sparsity, layer=trained.at(layer, config)),
-        "untrained gate": kind(sparsity, layer=untrained.at(layer, config)),
-        "quest": Quest(sparsity),
-        "key norm": KeyNorm(sparsity),
-        "recency": Recency(sparsity),
-        "random": Random(sparsity),
-        "oracle": Oracle(sparsity),
+        "gate": kind(sparsity, layer=trained.at(layer, config), **forced),
+        "untrained gate": kind(sparsity, layer=untrained.at(layer, config), **forced),
+        "quest": Quest(sparsity, **forced),
+        "key norm": KeyNorm(sparsity, **forced),
+        "recency": Recency(sparsity, **forced),
+        "random": Random(sparsity, **forced),
+        "oracle": Oracle(sparsity, **forced),
     }
 
 

@@ -82,7 +82,8 @@ def claim(
     stated = reading.read(name, experiment)
     cells = config.expand(experiment, overrides, smoke) if experiment.base or experiment.grid else []
     reading.complete(stated, cells)
-    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh) if cells else None
+    origin = config.origin("claim", source, overrides, smoke)
+    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, origin=origin) if cells else None
     folder = run.folder(name, Path(out), smoke)
     made = judge(name, stated, experiment, cells, folder, smoke, frame)
     write(made, folder / "claim")

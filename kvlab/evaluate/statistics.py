@@ -145,6 +145,11 @@ def mean_difference(policy, reference, clusters=None, alpha: float = 0.05, seed:
     return Estimate(grouped.mean, low, high, n, k, grouped.clustered, variance * n)
 
 
+def mean(values, clusters=None, alpha: float = 0.05, seed: int = 0) -> Estimate:
+    """As `mean_difference`, of one list of values."""
+    return mean_difference(values, np.zeros(np.shape(values)), clusters, alpha, seed)
+
+
 def unskewed(policy, reference, clusters=None, alpha: float = 0.05) -> Estimate:
     """As `mean_difference`, for levels too small to be seen in resamples: Student's bounds, with skew between clusters taken off.
 

@@ -169,7 +169,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a results folder came about: the table [origin] of its experiment.toml, which no file of one's own needs.
 
-    `command` is run or check; `source` the file that was named, "" for tables in Python; `cells` the folders of its cells.
+    `command` is run, check or claim; `source` the file that was named, "" for tables in Python; `cells` the folders of its cells.
     """
 
     name: str = ""

@@ -80,7 +80,7 @@ def run(
     name, experiment = config.read(file)
     cells = _searched(experiment, set_, smoke) if search else config.expand(experiment, set_, smoke)
     if dry_run:
-        from kvlab.experiment import dry
+        from kvlab.experiment.sweep import dry
 
         made = dry.estimate(cells, out, name + "-smoke" * smoke)
         dry.show(name, cells, made)
@@ -88,10 +88,10 @@ def run(
         return
     if search:
         _search(file, set_, smoke, out, accept_stale, fresh, retry, json_)
-    from kvlab.experiment import launch as launching
     from kvlab.experiment import report, store
     from kvlab.experiment import run as running
-    from kvlab.experiment import slurm as jobs
+    from kvlab.experiment.sweep import launch as launching
+    from kvlab.experiment.sweep import slurm as jobs
 
     count = launching.checked(launch, workers, slurm, wait)
     place = running.folder(name, out, smoke)
@@ -122,8 +122,8 @@ def _search(
     file: Path, set_: list[str], smoke: bool, out: Path, accept_stale: bool, fresh: bool, retry: bool, json_: Path | None
 ) -> NoReturn:
     """`kvlab run --search`. Exit code 0 if a value passes, 1 if even the mildest fails, 3 where nothing is settled."""
-    from kvlab.experiment import answer
-    from kvlab.experiment import search as module
+    from kvlab.experiment.search import answer
+    from kvlab.experiment.search import search as module
 
     with _resumable():
         found = module.search(file, set_, smoke, out, accept_stale, fresh, retry)
@@ -134,7 +134,7 @@ def _search(
 
 def _searched(experiment, set_: list[str], smoke: bool) -> list:
     """Cells of all values; a search visits few of them."""
-    from kvlab.experiment import points
+    from kvlab.experiment.search import points
 
     return [cell for point in points.read(experiment, set_, smoke)[1] for cell in point.cells]
 
@@ -152,7 +152,7 @@ def check(
     json_: Json = None,
 ) -> None:
     """Did a policy hurt? Exit code 0 pass, 1 fail, 3 underpowered."""
-    from kvlab.experiment import check as module
+    from kvlab.experiment.regression import check as module
 
     _beside([str(file)])
     with _resumable():
@@ -171,8 +171,8 @@ def diff(
     json_: Json = None,
 ) -> None:
     """What differs between two results: cells, configs, digests, figures, and a verdict on the samples of both."""
-    from kvlab.experiment import diff as module
-    from kvlab.experiment import diff_table
+    from kvlab.experiment.sweep import diff as module
+    from kvlab.experiment.sweep import diff_table
 
     made = module.diff(first, second)
     diff_table.show(made)

@@ -9,7 +9,8 @@ from junitparser import Error, Failure, JUnitXml
 from kvlab import cli
 from kvlab.decode import Engine
 from kvlab.errors import ConfigError
-from kvlab.experiment import check, compare, config, judge, run
+from kvlab.experiment import compare, config, run
+from kvlab.experiment.regression import check, judge
 from kvlab.report import data, verdicts
 from kvlab.tasks import Answers, Continuation
 from kvlab.tasks.continuation import agreed, repetition

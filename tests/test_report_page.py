@@ -14,8 +14,9 @@ import tomli_w
 import kvlab
 from kvlab import cli
 from kvlab.errors import ConfigError, ResultsError
-from kvlab.experiment import config, judge, picture, store
-from kvlab.experiment.judge import Finding
+from kvlab.experiment import config, picture, store
+from kvlab.experiment.regression import judge
+from kvlab.experiment.regression.judge import Finding
 from kvlab.report import data, depths, kept, origin, page, samples, tensorboard, verdicts
 
 WINDOW = 'a "window" <b>of</b> $64$ & 4'

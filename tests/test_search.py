@@ -13,9 +13,10 @@ from kvlab import cli, compilation
 from kvlab.errors import ConfigError
 from kvlab.evaluate import sequential
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS, Seen
-from kvlab.experiment import answer, answer_picture, compare, config, points, search
+from kvlab.experiment import compare, config
 from kvlab.experiment import run as runner
 from kvlab.experiment.kept import Kept
+from kvlab.experiment.search import answer, answer_picture, points, search
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 RECALL = {

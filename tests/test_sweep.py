@@ -20,9 +20,10 @@ import tomli_w
 import kvlab
 from kvlab import cli, loop
 from kvlab.errors import ConfigError, FailedCells, ResultsError
-from kvlab.experiment import config, diff, dry, launch, sharing, slurm, store
+from kvlab.experiment import config, sharing, store
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
+from kvlab.experiment.sweep import diff, dry, launch, slurm
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = [{"label": "full"}, {"retention": {"name": "window", "size": 64, "sinks": 4}}, {"codec": {"name": "int8"}}]

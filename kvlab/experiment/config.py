@@ -8,7 +8,7 @@ expect   = "..."            what is expected, and how long it takes
 [smoke]                     "dotted.path" = value: makes it small; "grid.dotted.path" = [values] replaces an axis
 [verdict]                   accuracy_margin, nll_margin, alpha: see `Margins`
 [check]                     for `kvlab check`: worst_margin, long_contexts, repetition_margin: see `Rules`
-[search]                    for `kvlab run --search`: path, values, looks: see `kvlab.experiment.points`
+[search]                    for `kvlab run --search`: path, values, looks: see `kvlab.experiment.search.points`
 [claim]                     for `kvlab claim`: see `kvlab.claims`
 
 A cell's own config.toml, as results hold it (model, task, policy, seed and no question), is an experiment of that cell alone.
@@ -150,7 +150,7 @@ class Margins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `kvlab check` asks besides the margins (see `kvlab.experiment.judge`).
+    """What `kvlab check` asks besides the margins (see `kvlab.experiment.regression.judge`).
 
     `worst_margin` is the share that the weakest cell may lose, `long_contexts` how many contexts above half of the model's
     maximum there must be (0: the worst case is not asked for), `repetition_margin` the share of repeated runs of tokens that a

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlab.experiment import config, drift
+from kvlab.experiment import config
+from kvlab.experiment.regression import drift
 from kvlab.report.data import Results
 
 Series = dict[str, list[float]]  # policy → a figure per layer
@@ -16,7 +17,7 @@ def entropy(results: Results) -> Series:
 
 
 def drifts(results: Results) -> Series:
-    """Of the policies whose tasks tell: see `kvlab.experiment.drift`. The full cache's own, which is 0, is left out."""
+    """Of the policies whose tasks tell: see `drift.py`. The full cache's own, which is 0, is left out."""
     found = _by_model(results, lambda cells: {k: each["by_layer"] for k, each in drift.figures(cells, results.folder).items()})
     return {label: layers for label, layers in found.items() if any(layers)}
 

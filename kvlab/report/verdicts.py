@@ -4,9 +4,10 @@ import dataclasses
 import math
 from typing import Any
 
-from kvlab.experiment import judge, store
+from kvlab.experiment import store
 from kvlab.experiment.compare import REFERENCE, UNPAIRED
-from kvlab.experiment.judge import FAIL, OPEN, PASS, Finding
+from kvlab.experiment.regression import judge
+from kvlab.experiment.regression.judge import FAIL, OPEN, PASS, Finding
 from kvlab.report.data import Results
 
 NBSP = "\N{NO-BREAK SPACE}"  # an interval is not broken across lines

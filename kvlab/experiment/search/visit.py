@@ -8,8 +8,9 @@ from collections.abc import Callable
 from kvlab.errors import ConfigError
 from kvlab.evaluate import sequential, statistics
 from kvlab.evaluate.sequential import OPEN, PASS, Plan, Seen
-from kvlab.experiment import compare, config, points, run
-from kvlab.experiment.points import ANSWERS, Course, Place, Point
+from kvlab.experiment import compare, config, run
+from kvlab.experiment.search import points
+from kvlab.experiment.search.points import ANSWERS, Course, Place, Point
 
 
 class Visit:

@@ -1,8 +1,8 @@
 """`kvlab run FILE --search`: the most aggressive value of one setting that still costs less than the margin.
 
 Quality is taken to fall along the values, so they are bisected (`sequential.bisect`). At each value the policy is compared with
-the full cache on the same samples, batch after batch, and looked at several times (`kvlab.experiment.visit`). Cells and batches
-are those of `kvlab run`, so nothing finished is computed again, and a search that was stopped goes on the way it went.
+the full cache on the same samples, batch after batch, and looked at several times (`visit.py`). Cells and batches are those of
+`kvlab run`, so nothing finished is computed again, and a search that was stopped goes on the way it went.
 """
 
 import dataclasses
@@ -14,10 +14,12 @@ from typing import Any
 from kvlab import compilation
 from kvlab.evaluate import sequential
 from kvlab.evaluate.sequential import FAIL, Plan, Seen
-from kvlab.experiment import config, judge, points, report, run, sharing, store
+from kvlab.experiment import config, report, run, sharing, store
 from kvlab.experiment.kept import Kept
-from kvlab.experiment.points import ANSWERS, Course, Point
-from kvlab.experiment.visit import Visit
+from kvlab.experiment.regression import judge
+from kvlab.experiment.search import points
+from kvlab.experiment.search.points import ANSWERS, Course, Point
+from kvlab.experiment.search.visit import Visit
 
 CODE = {judge.PASS: 0, judge.FAIL: 1, judge.OPEN: 3}  # exit codes
 KEEP = 1 << 30  # bytes of prompts and of the full cache's answers that stay for the next value
@@ -71,7 +73,7 @@ def search(
 
     Writes search.json and search.png beside the cells. Errors: KvlabError with one clear line; finished batches stay.
     """
-    from kvlab.experiment import answer, answer_picture
+    from kvlab.experiment.search import answer, answer_picture
 
     name, experiment = config.read(source)
     asked, made = points.read(experiment, overrides, smoke)

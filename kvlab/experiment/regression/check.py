@@ -15,8 +15,9 @@ import msgspec
 
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.errors import ConfigError
-from kvlab.experiment import compare, config, drift, judge, run, store
-from kvlab.experiment.judge import Finding
+from kvlab.experiment import compare, config, run, store
+from kvlab.experiment.regression import drift, judge
+from kvlab.experiment.regression.judge import Finding
 
 CODE = {judge.PASS: 0, judge.FAIL: 1, judge.OPEN: 3}  # exit codes
 AA = "A/A"
@@ -26,7 +27,7 @@ AA_BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The outcome and what it rests on: findings, drift by policy (`kvlab.experiment.drift`), and the experiment's table."""
+    """The outcome and what it rests on: findings, drift by policy (`drift.py`), and the experiment's table."""
 
     outcome: str
     findings: list[Finding]

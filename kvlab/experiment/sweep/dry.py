@@ -18,8 +18,9 @@ from kvlab import parts
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.core import PAGE
 from kvlab.decode import bucket, budgets, needs, per_layer
-from kvlab.experiment import compare, config, pace, store
-from kvlab.experiment.pace import Seen
+from kvlab.experiment import compare, config, store
+from kvlab.experiment.sweep import pace
+from kvlab.experiment.sweep.pace import Seen
 from kvlab.models.config import ModelConfig
 from kvlab.needs import REPLAYED
 from kvlab.tasks import Batch

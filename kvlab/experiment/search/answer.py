@@ -5,8 +5,8 @@ import math
 from typing import Any
 
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS, Seen
-from kvlab.experiment.points import ANSWERS
-from kvlab.experiment.search import Found, Visited
+from kvlab.experiment.search.points import ANSWERS
+from kvlab.experiment.search.search import Found, Visited
 
 COLOURS = {PASS: "green", FAIL: "red", FUTILE: "yellow", OPEN: "yellow"}
 

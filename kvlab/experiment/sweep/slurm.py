@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvlab.errors import ConfigError, ResultsError
-from kvlab.experiment import launch, report
+from kvlab.experiment import report
 from kvlab.experiment.config import Cell, parse_override
+from kvlab.experiment.sweep import launch
 
 WAIT = 3.0  # seconds between looks at the folder and the queue
 

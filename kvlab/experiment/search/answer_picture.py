@@ -6,9 +6,9 @@ import numpy as np
 
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS
 from kvlab.experiment import store
-from kvlab.experiment.answer import losses
-from kvlab.experiment.points import ANSWERS
-from kvlab.experiment.search import Found
+from kvlab.experiment.search.answer import losses
+from kvlab.experiment.search.points import ANSWERS
+from kvlab.experiment.search.search import Found
 
 COLOURS = {PASS: "tab:green", FAIL: "tab:red", FUTILE: "tab:orange", OPEN: "tab:gray"}
 AXES = {ANSWERS: "answers lost, points", "likelihood": "likelihood lost, nats a token"}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvlab.experiment.config import Margins
-from kvlab.experiment.diff import MARGINS
+from kvlab.experiment.sweep.diff import MARGINS
 
 FORMATS = {"resident_bytes": "{:,.0f}", "tokens_per_s": "{:.1f}", "ms_per_token_p50": "{:.2f}"}
 SHOWN = 12  # characters of a digest

@@ -1,0 +1,1 @@
+"""`kvlab check`: did a policy hurt?"""

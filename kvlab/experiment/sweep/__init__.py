@@ -1,0 +1,1 @@
+"""Sweeps: over several processes, estimated beforehand, compared afterwards."""

@@ -63,7 +63,7 @@ def _section(file: Path, name: str, experiment: config.Experiment, claim: readin
         f"    kvlab claim {file}\n",
     ]
     if kept is not None:
-        lines += [f"{_verdict(kept)} — {_line(kept['sentence'])}\n", _table(kept)]
+        lines += [f"**Verdict.** {_line(kept['sentence'])}\n", _table(kept)]
         if (file.parent / RESULTS / f"{name}.png").exists():
             lines.append(f"![{name}]({RESULTS}/{name}.png)\n")
     else:

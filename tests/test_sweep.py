@@ -541,6 +541,14 @@ def test_a_dry_run_says_what_a_run_takes(on_tiny, tiny, tmp_path, monkeypatch):
     assert other.basis == "times of 12 finished batches" and 0 < other.minutes < 10
 
 
+def test_a_dry_run_says_which_cells_would_fail(tmp_path, capsys):
+    policies = [{"label": "full"}, {"retention": {"name": "gated", "gate": str(tmp_path / "none.safetensors"), "ratio": 0.5}}]
+    cells = config.expand(config.read({**SWEEP, "grid": {"policy": policies}})[1])
+    made = dry.estimate(cells, tmp_path, "sweep")
+    dry.show("sweep", cells, made)
+    assert made.traces == {"prefill": 1, "fill": 1, "decode": 1} and "would fail: gated" in capsys.readouterr().out
+
+
 def test_a_dry_run_does_not_fetch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
     for name in ("smollm2-135m", "hf:nobody/nothing"):

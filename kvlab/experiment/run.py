@@ -213,13 +213,14 @@ class Group:
         full = functools.cache(lambda: self._full(index, batch(), prompts))
         for each, policies in todo:
             with failures.kept(each):
-                self._cell(index, each, policies, batch(), prompts, reference(), full)
+                self._cell(index, each, policies, batch(), prompts.of(each.cell, policies), reference(), full)
             self.seen(each.cell.label)
             compilation.relieve()
 
-    def _cell(self, index: int, each: store.Run, policies, batch: Batch, prompts: "Prompts", reference, full) -> None:
+    def _cell(self, index: int, each: store.Run, policies, batch: Batch, prompt: Prefilled, reference, full) -> None:
         """One cell's share of a batch, from the record to the disk."""
-        made = decode(self.engine, prompts.of(each.cell, policies), policies, batch, logits=self.task.compares_logits)
+        begin = time.perf_counter()
+        made = decode(self.engine, prompt, policies, batch, logits=self.task.compares_logits)
         scores = self.task.score(batch, made.answers, reference.answers if reference else None)
         rows = [{**fact, **score, **made.row, **read} for fact, score, read in zip(batch.facts, scores, made.reads)]
         drift = made.drift(reference) if reference and not batch.sampling else None
@@ -242,7 +243,7 @@ class Group:
         }
         arrays |= {} if drift is None else {"drift": drift}
         arrays |= {f"prompt_{i}": np.array(p, np.int32) for i, p in enumerate(batch.prompts)}
-        each.write(index, rows, arrays, made.timing)
+        each.write(index, rows, arrays, {**made.timing, "seconds": time.perf_counter() - begin})
 
     def _reference(self, batch: Batch, prompts: "Prompts") -> "Decoded | None":
         """What the full fp32 cache gives, where the task compares with it."""

@@ -18,6 +18,7 @@ from kvlab import parts
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.core import PAGE
 from kvlab.decode import bucket, budgets, needs, per_layer
+from kvlab.errors import KvlabError
 from kvlab.experiment import compare, config, store
 from kvlab.experiment.sweep import pace
 from kvlab.experiment.sweep.pace import Seen
@@ -35,7 +36,8 @@ FULL = parts.policy({})
 class Estimate:
     """Batches in all and finished, programs by kind, minutes with what they rest on, and bytes still to be written.
 
-    What follows from a model is None where a model is not here; `missing` names those.
+    What follows from a model is None where a model is not here; `missing` names those. `failing` are cells that would fail, and
+    why; they are left out.
     """
 
     batches: int
@@ -45,6 +47,7 @@ class Estimate:
     basis: str
     disk: int | None
     missing: tuple[str, ...] = ()
+    failing: tuple[str, ...] = ()
 
     def as_json(self, cells: Sequence[config.Cell]) -> dict[str, Any]:
         listed = [{"run_id": c.run_id, "policy": c.label, "task": c.task["name"]} for c in cells]
@@ -62,11 +65,12 @@ def estimate(cells: Sequence[config.Cell], out: Path, name: str) -> Estimate:
     for run in runs:
         groups.setdefault(run.cell.group, []).append(run.cell)
     looks: dict[str, tuple] = {}
-    seen = [look(group, looks) for group in groups.values()]
+    looked = [look(group, looks) for group in groups.values()]
+    failing, seen = tuple(text for group in looked for text in group.failing), [group for group in looked if group.cells]
     traces = programs(seen)
     left = {run.cell.run_id: (count - len(run.numbers())) / count for run, count in zip(runs, counts)}
     seconds, basis = pace.duration(seen, left, pace.history(out), sum(traces.values()))
-    return Estimate(sum(counts), done, traces, seconds / 60, basis, round(sum(disk(group, left) for group in seen)))
+    return Estimate(sum(counts), done, traces, seconds / 60, basis, round(sum(disk(group, left) for group in seen)), (), failing)
 
 
 def here(model: str) -> bool:
@@ -93,7 +97,13 @@ def look(cells: list[config.Cell], looks: dict[str, tuple]) -> Seen:
         shape, tokenizer = described(first.model["name"])
         looks[key] = shape, task, [task.batch(i, first.seed, tokenizer) for i in range(min(task.count(), LOOKED_AT))]
     shape, task, batches = looks[key]
-    return Seen(cells, shape, task, batches, [cell.make_policies(shape) for cell in cells])
+    made, failing = [], []
+    for cell in cells:
+        try:
+            made.append((cell, cell.make_policies(shape)))
+        except KvlabError as error:
+            failing.append(f"{cell.label}, {cell.task['name']}, seed {cell.seed}: {error}")
+    return Seen([cell for cell, _ in made], shape, task, batches, [policies for _, policies in made], failing)
 
 
 def described(name: str) -> tuple[ModelConfig, Any]:
@@ -186,6 +196,8 @@ def show(name: str, cells: Sequence[config.Cell], made: Estimate) -> None:
     if made.traces is None or made.disk is None:
         print(f"programs, minutes and disk: unknown without {', '.join(made.missing)}; write kvlab fetch {made.missing[0]}")
         return
+    for text in made.failing:
+        print(f"would fail: {text}")
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.traces.items())
     print(f"programs to compile: {sum(made.traces.values())} ({kinds})")
     print(f"minutes: {made.minutes:.1f} ({made.basis})")

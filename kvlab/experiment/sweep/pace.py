@@ -18,22 +18,26 @@ from kvlab.tasks import Batch, Task
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A group of cells as far as it is looked at: the model's shape, a few batches, every cell's policies."""
+    """A group of cells as far as it is looked at: the model's shape, a few batches, every cell's policies; `failing` says of
+    other cells why their policies cannot be made."""
 
     cells: list[config.Cell]
     model: ModelConfig
     task: Task
     batches: list[Batch]
     policies: list[tuple]
+    failing: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """A machine by three figures: operations and bytes a second that one process gets done, seconds to compile a program."""
+    """A machine by four figures: operations and bytes a second that one process gets done, seconds to compile a program, and
+    seconds that each batch of a cell takes besides its steps: figures taken, files written."""
 
     operations: float = 4e10
     bytes: float = 8e9
     program: float = 3.0
+    besides: float = 0.5
 
     @property
     def words(self) -> str:
@@ -46,7 +50,7 @@ class Arithmetic:
         prefill = len(batch.prompts) * (2 * weights * T + 2 * wide * T * T)
         kv = 8 * B * T * model.kv_heads * model.head_dim * model.layers
         step = max(2 * weights * B / self.operations, 4 * weights / self.bytes) + kv / self.bytes
-        return prefill / self.operations + policies * batch.new_tokens * step
+        return prefill / self.operations + policies * (self.besides + batch.new_tokens * step)
 
 
 def history(out: Path) -> dict[str, dict[str, list[float]]]:
@@ -61,7 +65,7 @@ def history(out: Path) -> dict[str, dict[str, list[float]]]:
         own = times.setdefault(_policy(raw), [])
         for line in (line for line in lines if "step_seconds" in line):
             times["prefill"].append(line["prefill_seconds"])
-            own.append(line["fill_seconds"] + line["first_step_seconds"] + sum(line["step_seconds"]))
+            own.append(line.get("seconds", line["fill_seconds"] + line["first_step_seconds"] + sum(line["step_seconds"])))
     return found
 
 
@@ -76,14 +80,15 @@ def duration(groups: Sequence[Seen], left: dict[str, float], past: dict, traces:
         count, cells = group.task.count(), group.cells
         most = max(left[cell.run_id] for cell in cells)
         times = past.get(json.dumps([cells[0].model, cells[0].task], sort_keys=True))
-        if times is None:
+        if times is None or not times["prefill"]:
             guessed += 1
             each = guess.batch(group.model, _weights(group.model), group.batches[0], len(cells))
             seconds += each * count * statistics.mean(left[cell.run_id] for cell in cells)
             continue
         known += len(times["prefill"])
         of = lambda cell, times=times: times.get(_policy(msgspec.to_builtins(cell))) or _others(times)
-        seconds += count * most * statistics.median(times["prefill"])
+        compared = group.task.compares_logits or group.task.compares_answers  # then the full cache answers once more
+        seconds += count * most * (statistics.median(times["prefill"]) + compared * statistics.mean(_others(times)))
         seconds += sum(count * left[cell.run_id] * statistics.mean(of(cell)) for cell in cells)
     if guessed == len(groups):
         return seconds + guess.program * traces * (max(left.values()) > 0), guess.words

@@ -349,7 +349,7 @@ def test_commands_name_file_overrides_and_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvlab", "run", "my page.toml", "--smoke", "--set", "seed=5"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == 0 and "kvlab report results/my page-smoke" in capsys.readouterr().out
+    assert stop.value.code == 0 and "kvlab report 'results/my page-smoke'" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["kvlab", "report", "results/my page-smoke", "--json", "page.json"])
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -216,7 +216,7 @@ def test_verdicts_are_the_tables_and_say_why(folder):
     found |= {"items_needed": 2400.0, "clusters_needed": 240.0, "minimum_detectable_effect": 0.093}
     assert verdicts.words(Finding("answers", "p", judge.OPEN, "", found)) == (
         "Too few samples to say whether 1 point or more is lost: −4.2\xa0[−12.8,\xa0+2.4]\xa0points, of 120 questions in 12 "
-        "contexts. These settle 9.3 points; 1 point takes 2,400 questions in 240 contexts."
+        "contexts. These settle 9.3 points; a margin of 1 point takes 2,400 questions in 240 contexts."
     )
     flat = {**found, "items_needed": np.inf, "reason": "1 cluster: how clusters differ cannot be seen"}
     assert verdicts.words(Finding("answers", "p", judge.OPEN, "", flat)).endswith(
@@ -350,7 +350,7 @@ def test_commands_name_file_overrides_and_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvlab", "run", "my page.toml", "--smoke", "--set", "seed=5"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == 0 and "kvlab report results/my page-smoke" in capsys.readouterr().out
+    assert stop.value.code == 0 and "kvlab report 'results/my page-smoke'" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["kvlab", "report", "results/my page-smoke", "--json", "page.json"])
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -1,6 +1,7 @@
 """What a run shows when it is done: tables, a picture, and the frame behind them."""
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def finish(name: str, experiment: config.Experiment, cells: list[config.Cell], f
         [path for path in (folder / "table.parquet", folder / "samples.parquet", drawn, ranked) if path],
         [by_task(table, cells), causes_table(causes.table(cells, folder))],
     )
-    print(f"all of it on one page: kvlab report {folder}")
+    print(f"all of it on one page: {shlex.join(['kvlab', 'report', str(folder)])}")
     return frame
 
 

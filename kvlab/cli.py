@@ -77,6 +77,8 @@ def run(
     from kvlab.experiment import config
 
     _beside([str(file)])
+    if search and not dry_run:
+        _search(file, set_, smoke, out, accept_stale, fresh, retry, json_)
     name, experiment = config.read(file)
     cells = _searched(experiment, set_, smoke) if search else config.expand(experiment, set_, smoke)
     if dry_run:
@@ -86,8 +88,6 @@ def run(
         dry.show(name, cells, made)
         write_json(json_, made.as_json(cells))
         return
-    if search:
-        _search(file, set_, smoke, out, accept_stale, fresh, retry, json_)
     from kvlab.experiment import report, store
     from kvlab.experiment import run as running
     from kvlab.experiment.sweep import launch as launching

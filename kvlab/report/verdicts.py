@@ -96,7 +96,8 @@ def _needed(unit: Unit, figures: dict[str, Any]) -> str:
     most = 1.0 if unit is UNITS["answers"] else math.inf  # shares cannot differ by more
     settled = f"These settle {unit.number(effect)} {unit.name}; " if effect < most else "These settle no margin; "
     needed, clusters = figures["items_needed"], figures["clusters_needed"]
-    return f"{settled}a margin of {unit.margin(figures['margin'])} takes {needed:,.0f} {unit.items} in {clusters:,.0f} {unit.clusters}."
+    takes = f"{needed:,.0f} {unit.items} in {clusters:,.0f} {unit.clusters}"
+    return f"{settled}a margin of {unit.margin(figures['margin'])} takes {takes}."
 
 
 def margins(results: Results) -> list[str]:

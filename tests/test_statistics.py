@@ -108,6 +108,15 @@ def test_no_discordant_pairs_prove_nothing_alone():
     assert clustered.outcome == "underpowered" and clustered.low < -0.5, "four clusters are four, however many items they hold"
 
 
+def test_what_is_open_needs_more_than_there_is():
+    """Where no answer changed, 36 contexts of four items still leave a margin of 5 points open."""
+    context = np.repeat(np.arange(36), 4)
+    made = verdict.binary(np.ones(144), np.ones(144), 0.05, context)
+    assert made.outcome == "underpowered" and made.items_needed > 144 and made.clusters_needed > 36
+    enough = np.repeat(np.arange(made.clusters_needed + 1), 4)
+    assert verdict.binary(np.ones(len(enough)), np.ones(len(enough)), 0.05, enough).outcome == "pass"
+
+
 def test_one_cluster_is_underpowered_and_says_why():
     for made in (verdict.binary([0, 0, 0], [1, 1, 1], 0.01, "aaa"), verdict.continuous([9.0, 9, 9], [1.0, 1, 2], 0.01, "aaa")):
         assert made.outcome == "underpowered" and "1 cluster" in made.reason and made.minimum_detectable_effect == math.inf

@@ -30,7 +30,7 @@ class Verdict:
       minimum_detectable_effect: the smallest margin that this much data settles with power 0.8 if nothing changed (and the
         loss beyond the margin that it shows); same unit.
       items_needed, clusters_needed: to settle this margin with power 0.8 if nothing changed, the items being as variable and
-        as clustered as these; infinite if unknown.
+        as clustered as these; more than there are where these do not settle it; infinite if unknown.
       reason: why, in words, where the numbers alone do not say it.
     """
 
@@ -71,9 +71,12 @@ def decide(estimate: Estimate, margin: float, alpha: float = 0.05, worse: str = 
     error = math.inf
     if degrees > 1:
         error = sample_size.median_unbiased((most - loss) / student(1 - alpha, degrees), degrees)
+    outcome = "pass" if most < margin else "fail" if least > margin else "underpowered"
     needed = items_needed(estimate, margin, alpha)
+    if outcome == "underpowered" and needed <= items:  # planned from too few events: their bound falls with 1/n
+        needed = math.ceil(items * most / margin)
     return Verdict(
-        "pass" if most < margin else "fail" if least > margin else "underpowered",
+        outcome,
         value, low, high, margin, alpha, items, clusters,
         sample_size.minimum_detectable(error, degrees, alpha),
         needed,

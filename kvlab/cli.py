@@ -88,7 +88,7 @@ def run(
         dry.show(name, cells, made)
         write_json(json_, made.as_json(cells))
         return
-    from kvlab.experiment import report, store
+    from kvlab.experiment import failures, report, store
     from kvlab.experiment import run as running
     from kvlab.experiment.sweep import launch as launching
     from kvlab.experiment.sweep import slurm as jobs
@@ -107,7 +107,7 @@ def run(
             print("the same command without --launch and what follows it makes the table, and helps")
             return
         if not table:
-            running.raise_failed(cells, place)
+            failures.raise_found(cells, place)
             return
         try:
             frame = running.conclude(name, experiment, cells, place)

@@ -65,10 +65,10 @@ def rng():
 def on_tiny(monkeypatch, tiny):
     """Experiments with model "tiny" run on the random model of the tests, and token strings come from its tokenizer."""
     from kvlab import results
-    from kvlab.experiment import run as runner
+    from kvlab.experiment import group
 
-    runner.engine.cache_clear()
-    monkeypatch.setattr(runner, "load", lambda name: tiny)
+    group.engine.cache_clear()
+    monkeypatch.setattr(group, "load", lambda name: tiny)
     monkeypatch.setattr(results._Strings, "of", lambda self, model, ids: np.array(tiny.tokenizer.strings(ids), object))
     yield
-    runner.engine.cache_clear()
+    group.engine.cache_clear()

@@ -15,7 +15,7 @@ from kvlab.codec import Raw
 from kvlab.core import PAGE, Record
 from kvlab.decode import Engine, needs
 from kvlab.errors import ConfigError
-from kvlab.experiment import run as runner
+from kvlab.experiment import environment
 from kvlab.experiment.config import Cell
 from kvlab.layout import Contiguous, PageMajor
 from kvlab.loop import fill
@@ -341,9 +341,10 @@ def test_results_depend_on_what_is_in_the_files_that_parts_name(tmp_path):
     (tmp_path / "f.safetensors").write_bytes(b"one")
     inner = {"name": "q_filters", "ratio": 0.5, "filters": str(tmp_path / "f.safetensors")}
     cell = Cell({"name": "tiny"}, {"name": "mqar"}, {"retention": {"name": "chunkkv", "inner": inner}})
-    before = runner.files_digest(cell)
+    before = environment.files_digest(cell)
     (tmp_path / "f.safetensors").write_bytes(b"two")
-    assert runner.files_digest(cell) != before != "" and runner.files_digest(Cell({}, {}, {"retention": "keep_all"})) == ""
+    assert environment.files_digest(cell) != before != ""
+    assert environment.files_digest(Cell({}, {}, {"retention": "keep_all"})) == ""
     with pytest.raises(ConfigError, match="no such file; give one of smollm2-135m"):
         Cell({}, {}, {"retention": {**inner, "filters": "none"}}).files()
 

@@ -19,8 +19,7 @@ from kvlab import cli, gates
 from kvlab.codec import Raw
 from kvlab.decode import Prefilled
 from kvlab.errors import ConfigError, KvlabError, RefusedPolicy, ResultsError
-from kvlab.experiment import compare, config, report
-from kvlab.experiment import run as runner
+from kvlab.experiment import compare, config, decoded, environment, group, report
 from kvlab.experiment.report import TIME_COLUMNS
 from kvlab.layout import Contiguous
 from kvlab.policy import Policy
@@ -52,9 +51,9 @@ def without_times(frame):
 
 def test_an_experiment_gives_a_table_a_picture_and_samples(on_tiny, tmp_path, capsys):
     prefills = []
-    real = runner.Engine.prefill
+    real = group.Engine.prefill
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.Engine, "prefill", lambda self, *args: prefills.append(1) or real(self, *args))
+        patch.setattr(group.Engine, "prefill", lambda self, *args: prefills.append(1) or real(self, *args))
         frame = kvlab.run(SMALL, out=tmp_path)
     assert len(prefills) == 3, "one prefill per batch serves every policy"
     assert list(frame["policy"]) == ["full", "window size 60 sinks 4", "K int8 channel / V int8"]
@@ -135,7 +134,7 @@ def test_finished_batches_are_not_computed_again(on_tiny, tmp_path, monkeypatch)
     small = {**SMALL, "grid": {**SMALL["grid"], "policy": SMALL["grid"]["policy"][:2]}}
     whole = kvlab.run(small, out=tmp_path / "a")
     calls = []
-    real = runner.decode
+    real = group.decode
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -143,7 +142,7 @@ def test_finished_batches_are_not_computed_again(on_tiny, tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "decode", failing)
+    monkeypatch.setattr(group, "decode", failing)
     with pytest.raises(KeyboardInterrupt):
         kvlab.run(small, out=tmp_path / "b")
     done = {p: p.stat().st_mtime_ns for p in (tmp_path / "b").glob("*/*/samples/*.json")}
@@ -156,7 +155,7 @@ def test_finished_batches_are_not_computed_again(on_tiny, tmp_path, monkeypatch)
 def test_other_code_refuses_to_build_on_old_results(on_tiny, tmp_path, monkeypatch):
     small = {**SMALL, "grid": {"task": SMALL["grid"]["task"][1:]}}
     kvlab.run(small, out=tmp_path)
-    monkeypatch.setattr(runner, "code_digest", lambda: "f" * 64)
+    monkeypatch.setattr(environment, "code_digest", lambda: "f" * 64)
     with pytest.raises(ResultsError, match="other code.*--accept-stale"):
         kvlab.run(small, out=tmp_path)
     kvlab.run(small, out=tmp_path, accept_stale=True)
@@ -189,7 +188,7 @@ def test_a_replay_counts_in_the_time_of_those_who_asked_for_it():
     for rule in (KVzip(ratio=0.5), KeepAll()):
         policies = [Policy(rule, Raw(), Contiguous(), ReadAll())]
         session = SimpleNamespace(step_seconds=[(1.0, 1)], fill_seconds=0.5, policies=policies)
-        first[type(rule).__name__] = runner.timing(session, prompt, 1)["time_to_first_token"]
+        first[type(rule).__name__] = decoded.timing(session, prompt, 1)["time_to_first_token"]
     assert first == {"KVzip": 6.5, "KeepAll": 1.5}
 
 

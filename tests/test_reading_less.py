@@ -9,8 +9,7 @@ import pytest
 import kvlab
 from kvlab import memory, parts
 from kvlab.errors import ConfigError, ResultsError
-from kvlab.experiment import config, ranking, reads
-from kvlab.experiment import run as runner
+from kvlab.experiment import config, environment, ranking, reads
 from kvlab.experiment.layers import Choice
 from tests import tools
 
@@ -248,6 +247,6 @@ def test_a_gate_that_changes_is_another_file(tmp_path):
     path = tmp_path / "gate.safetensors"
     cell = config.Cell({}, TASK, {"selection": {"name": "hysparse", "gate": str(path)}})
     path.write_bytes(b"a")
-    before = runner.files_digest(cell)
+    before = environment.files_digest(cell)
     path.write_bytes(b"b")
-    assert before != runner.files_digest(cell) and runner.files_digest(config.Cell({}, TASK, HALF)) == ""
+    assert before != environment.files_digest(cell) and environment.files_digest(config.Cell({}, TASK, HALF)) == ""

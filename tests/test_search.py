@@ -13,8 +13,7 @@ from kvlab import cli, compilation
 from kvlab.errors import ConfigError
 from kvlab.evaluate import sequential
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS, Seen
-from kvlab.experiment import compare, config
-from kvlab.experiment import run as runner
+from kvlab.experiment import compare, config, group
 from kvlab.experiment.kept import Kept
 from kvlab.experiment.search import answer, answer_picture, points, search
 
@@ -55,16 +54,16 @@ class Watched:
 
     @classmethod
     def on(cls, patch):
-        made, prefill, decode = cls([], []), runner.Engine.prefill, runner.decode
+        made, prefill, decode = cls([], []), group.Engine.prefill, group.decode
         first = lambda prompts: tuple(tuple(p) for p in prompts)
-        patch.setattr(runner.Engine, "prefill", lambda self, p, *more: made.prefills.append(first(p)) or prefill(self, p, *more))
+        patch.setattr(group.Engine, "prefill", lambda self, p, *more: made.prefills.append(first(p)) or prefill(self, p, *more))
 
         def seen(engine, prompt, policies, *more, **options):
-            plain = policies is runner.FULL or all(p == runner.FULL for p in policies)
+            plain = policies is group.FULL or all(p == group.FULL for p in policies)
             made.decodes.append((plain, first(prompt.prompts)))
             return decode(engine, prompt, policies, *more, **options)
 
-        patch.setattr(runner, "decode", seen)
+        patch.setattr(group, "decode", seen)
         return made
 
 
@@ -152,7 +151,7 @@ def test_a_finished_search_computes_nothing_again(recall, tmp_path, monkeypatch)
 def test_a_search_that_was_stopped_goes_on_the_way_it_went(recall, tmp_path, monkeypatch):
     """CASES 31: stopped in the middle of the second value."""
     found, _, _ = recall
-    real, calls = runner.decode, []
+    real, calls = group.decode, []
 
     def failing(*args, **options):
         calls.append(1)
@@ -160,7 +159,7 @@ def test_a_search_that_was_stopped_goes_on_the_way_it_went(recall, tmp_path, mon
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(runner, "decode", failing)
+    monkeypatch.setattr(group, "decode", failing)
     with pytest.raises(KeyboardInterrupt):
         search.search(RECALL, out=tmp_path)
     done = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/*/samples/*.json")}

@@ -20,7 +20,7 @@ import tomli_w
 import kvlab
 from kvlab import cli, loop
 from kvlab.errors import ConfigError, FailedCells, ResultsError
-from kvlab.experiment import config, sharing, store
+from kvlab.experiment import config, environment, group, report, sharing, store
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
 from kvlab.experiment.sweep import diff, dry, launch, slurm
@@ -93,7 +93,7 @@ def start(tmp_path, programs):
 def frame_of(out):
     """What `kvlab.run` returns of a finished folder, without computing anything."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "decode", lambda *args, **kwargs: pytest.fail("a batch was computed again"))
+        patch.setattr(group, "decode", lambda *args, **kwargs: pytest.fail("a batch was computed again"))
         return kvlab.run(SWEEP, out=out)
 
 
@@ -168,13 +168,13 @@ def test_a_batch_is_waited_for_and_taken_over(start, tmp_path, whole):
     folder, cells = tmp_path / "sweep", config.expand(config.read(SWEEP)[1])
     holder = subprocess.Popen(
         [sys.executable, "-c", "import sys, time, pathlib\nfrom kvlab.experiment import sharing\n"
-         f"with sharing.batch(pathlib.Path({str(folder)!r}), {runner.group_name(cells[0])!r}, 1):\n"
+         f"with sharing.batch(pathlib.Path({str(folder)!r}), {group.group_name(cells[0])!r}, 1):\n"
          "    print('held', flush=True)\n    time.sleep(1000)"],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
         assert holder.stdout.readline() == "held\n"
-        assert sharing.busy(folder, runner.group_name(cells[0]), 1)
+        assert sharing.busy(folder, group.group_name(cells[0]), 1)
         looks = []
 
         def kill_once_it_waits(*_):
@@ -210,9 +210,9 @@ def test_folders_merge_by_copying(start, tmp_path, whole):
                 path.unlink()
     subprocess.run(["cp", "-r", f"{halves[1]}/.", halves[0]], check=True)
     assert len(finished(halves[0])) == 2 * BATCHES // 3
-    made, real = [], runner.decode
+    made, real = [], group.decode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "decode", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+        patch.setattr(group, "decode", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
         frame = kvlab.run(SWEEP, out=tmp_path / "a")
     assert len(made) == BATCHES // 3
     same(whole[1], frame)
@@ -231,8 +231,8 @@ def test_a_merge_of_other_code_is_refused(tmp_path, whole):
 
 
 def failing(error, when):
-    """`runner.decode`, but for policies of which `when` holds."""
-    real = runner.decode
+    """`group.decode`, but for policies of which `when` holds."""
+    real = group.decode
 
     def decode(engine, prompt, policies, *args, **kwargs):
         if when(policies):
@@ -243,13 +243,13 @@ def failing(error, when):
 
 
 def is_window(policies):
-    return policies is not runner.FULL and type(policies[0].retention).__name__ == "Window"
+    return policies is not group.FULL and type(policies[0].retention).__name__ == "Window"
 
 
 @pytest.mark.parametrize("error,code", [(RuntimeError("the codec\nbroke"), 1), (ConfigError("too small"), 2)])
 def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, whole, capsys, error, code):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "decode", failing(error, is_window))
+        patch.setattr(group, "decode", failing(error, is_window))
         with pytest.raises(FailedCells, match="2 of 6 cells failed, first: .*--retry") as stop:
             kvlab.run(SWEEP, out=tmp_path)
     assert stop.value.code == code
@@ -282,16 +282,16 @@ def test_a_cell_may_fail_before_it_has_a_batch(tmp_path, monkeypatch):
 def test_other_code_may_try_a_failed_cell_again(tmp_path, monkeypatch):
     small = {**SWEEP, "grid": {"policy": POLICIES[1:2]}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "decode", failing(RuntimeError("a bug"), is_window))
+        patch.setattr(group, "decode", failing(RuntimeError("a bug"), is_window))
         pytest.raises(FailedCells, kvlab.run, small, out=tmp_path)
-    monkeypatch.setattr(runner, "code_digest", lambda: "f" * 64)
+    monkeypatch.setattr(environment, "code_digest", lambda: "f" * 64)
     assert list(kvlab.run(small, out=tmp_path, retry=True)["policy"]) == ["window size 64 sinks 4"]
 
 
 @pytest.mark.parametrize("fatal", [KeyboardInterrupt, ResultsError("cannot write: No space left")])
 def test_what_concerns_everybody_stops_at_once(tmp_path, fatal):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "decode", failing(fatal, is_window))
+        patch.setattr(group, "decode", failing(fatal, is_window))
         with pytest.raises(KeyboardInterrupt if fatal is KeyboardInterrupt else ResultsError):
             kvlab.run(SWEEP, out=tmp_path)
     assert not list((tmp_path / "sweep").glob("*/error.txt"))
@@ -510,7 +510,7 @@ def test_samples_of_unlike_tasks_are_one_table(tmp_path):
         run.open({})
         run.write(0, [{"target": value, "steps": [1, 2], "cause": None}], {}, {})
     cells = [config.Cell({"name": "m"}, {"name": "needle"}, {}, seed=i) for i in range(2)]
-    frame = runner.report.samples(cells, tmp_path)
+    frame = report.samples(cells, tmp_path)
     assert list(frame["target"]) == ["3", "three"] and "steps" not in frame
     frame.to_parquet(tmp_path / "x.parquet")
 
@@ -562,7 +562,7 @@ def test_a_dry_run_does_not_fetch(tmp_path, monkeypatch, capsys):
 def test_two_results_beside_each_other(tmp_path, whole, monkeypatch, capsys):
     """Another window under the same label, one policy less and other code."""
     policies = [{"label": "full"}, {"label": "window size 64 sinks 4", "retention": {"name": "window", "size": 8}}]
-    monkeypatch.setattr(runner, "code_digest", lambda: "f" * 64)
+    monkeypatch.setattr(environment, "code_digest", lambda: "f" * 64)
     kvlab.run({**SWEEP, "grid": {**SWEEP["grid"], "policy": policies}}, out=tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvlab", "diff", str(whole[0]), "sweep", "--json", "d.json"])

@@ -7,7 +7,7 @@ from kvlab.bench.peers import Peer, cropped
 from kvlab.decode import Engine
 from kvlab.errors import ConfigError
 from kvlab.experiment import config
-from kvlab.experiment.run import model_name
+from kvlab.experiment.group import model_name
 from kvlab.models import load
 from kvlab.tasks import Needle
 

@@ -12,7 +12,7 @@ from kvlab.claims import base, picture, reading, samples
 from kvlab.claims.base import FAILS, HOLDS, OPEN, Finding
 from kvlab.claims.column import Column
 from kvlab.claims.reading import Claim
-from kvlab.experiment import config, report, run, store
+from kvlab.experiment import config, environment, report, run, store
 
 ACT = {HOLDS: "holds", FAILS: "fails", OPEN: "underpowered"}  # outcome → key of `claim.act`
 SHOWN = ("samples", "accuracy", "accuracy_low", "accuracy_high", "kl_mean", "delta_nll", "delta_nll_low", "delta_nll_high",
@@ -47,7 +47,7 @@ class Judgement:
         return {
             "name": self.name, **claim, "expect": self.expect, "outcome": self.outcome, "sentence": self.sentence,
             "alpha": self.alpha, "findings": findings, "policies": self.policies, "smoke": self.smoke, "cells": self.cells,
-            "kvlab": kvlab.__version__, "code": run.code_digest(),
+            "kvlab": kvlab.__version__, "code": environment.code_digest(),
         }  # fmt: skip
 
 

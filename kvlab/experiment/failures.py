@@ -79,3 +79,8 @@ def conclude(failed: Sequence[Failure], total: int, frame=None) -> None:
     for each in failed:
         print(each.line, file=sys.stderr)
     raise FailedCells(f"{len(failed)} of {total} cells failed, first: {first.message}; --retry tries them again", code, frame)
+
+
+def raise_found(cells: Sequence[Cell], folder: Path) -> None:
+    """Speaks of the cells that failed, without a table. Errors: FailedCells."""
+    conclude(found(cells, folder), len(cells))

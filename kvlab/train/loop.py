@@ -12,7 +12,7 @@ import numpy as np
 import kvlab
 from kvlab import compilation, models
 from kvlab.experiment import report
-from kvlab.experiment.run import code_digest
+from kvlab.experiment.environment import code_digest
 from kvlab.experiment.store import check_writable
 from kvlab.tasks.mqar import WORDS
 from kvlab.train import config, init, step

@@ -15,7 +15,7 @@ import msgspec
 
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.errors import ConfigError
-from kvlab.experiment import compare, config, run, store
+from kvlab.experiment import compare, config, group, run, store
 from kvlab.experiment.regression import drift, judge
 from kvlab.experiment.regression.judge import Finding
 
@@ -91,8 +91,8 @@ def judged(cells: list[config.Cell], folder: Path, experiment: config.Experiment
     reference, margins, rules = of(compare.is_full), experiment.margins, experiment.rules
     made = []
     for label in subjects:
-        models = {run.model_name(cell.model) for cell in cells if cell.label == label}
-        context = min(run.engine(model).config.context for model in models)
+        models = {group.model_name(cell.model) for cell in cells if cell.label == label}
+        context = min(group.engine(model).config.context for model in models)
         rows = of(lambda cell, label=label: cell.label == label)
         made += judge.of_policy(label, rows, reference, margins, rules, context)
     control = next(cell.label for cell in cells if cell.prefill_block == AA_BLOCK)

@@ -15,6 +15,7 @@ from kvlab import compilation
 from kvlab.evaluate import sequential
 from kvlab.evaluate.sequential import FAIL, Plan, Seen
 from kvlab.experiment import config, report, run, sharing, store
+from kvlab.experiment.group import Group
 from kvlab.experiment.kept import Kept
 from kvlab.experiment.regression import judge
 from kvlab.experiment.search import points
@@ -123,10 +124,10 @@ class Driver:
         self.visited[index] = Visited(point.name, point.value, each.state, level, *spent, each.seen)
         return each.state
 
-    def group(self, cell: config.Cell) -> run.Group:
+    def group(self, cell: config.Cell) -> Group:
         """A point's cell, and the full cache's where answers are compared with it."""
         cells = [cell, self.full[cell.group]] if points.measure(cell) == ANSWERS else [cell]
-        return run.Group(cells, self.folder, self.accept_stale, lambda label: None, self.kept)
+        return Group(cells, self.folder, self.accept_stale, lambda label: None, self.kept)
 
     def plans(self, level: float) -> dict[str, Plan]:
         """When each measure is looked at, and its levels: a pass takes all measures, a fail one, so these share theirs."""

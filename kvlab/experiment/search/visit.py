@@ -8,7 +8,8 @@ from collections.abc import Callable
 from kvlab.errors import ConfigError
 from kvlab.evaluate import sequential, statistics
 from kvlab.evaluate.sequential import OPEN, PASS, Plan, Seen
-from kvlab.experiment import compare, config, run
+from kvlab.experiment import compare, config, summary
+from kvlab.experiment.group import Group
 from kvlab.experiment.search import points
 from kvlab.experiment.search.points import ANSWERS, Course, Place, Point
 
@@ -27,11 +28,11 @@ class Visit:
         course: Course,
         plans: dict[str, Plan],
         margins: config.Margins,
-        group: Callable[[config.Cell], run.Group],
+        group: Callable[[config.Cell], Group],
     ):
         self.course, self.plans, self.margins = course, plans, margins
         self.cells = {cell.group: cell for cell in point.cells}
-        self.groups: dict[str, run.Group] = {}
+        self.groups: dict[str, Group] = {}
         self.open = group
         self.mine: compare.Samples = {}
         self.full: compare.Samples = {}
@@ -54,7 +55,7 @@ class Visit:
         """Writes the summaries of cells that are complete."""
         for group in self.groups.values():
             for cell in group.cells:
-                run.finish(cell, group.folder)
+                summary.finish(cell, group.folder)
 
     def look(self) -> None:
         """Judges every measure that has new samples and has not passed. Errors: ConfigError for a task without a score."""

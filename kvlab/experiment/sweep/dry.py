@@ -29,6 +29,7 @@ from kvlab.tasks import Batch
 LOOKED_AT = 4  # batches of each model and task whose shapes are looked at
 STEPS = 4  # steps of a batch whose entropy is kept
 LISTS = 4  # figures per token in a row that compares logits
+HEADER = 280  # bytes of an array in an archive, besides its numbers
 FULL = parts.policy({})
 
 
@@ -173,16 +174,16 @@ def disk(group: Seen, left: dict[str, float]) -> float:
 
 
 def _batch_bytes(group: Seen, batch: Batch, policies: tuple) -> float:
-    """Of one batch: arrays, compressed as such arrays were seen to be, and rows as text."""
+    """Of one batch: arrays, compressed as they were in runs of SmolLM2-135M and tiny-recall, and rows as text."""
     m, B, n = group.model, len(batch.rows), batch.new_tokens
     slots = max(budgets(policies, max(map(len, batch.prompts)), n))
     kept = len(batch.prompts) * m.layers * m.kv_heads * slots * 4
     entropy = min(STEPS, n) * m.layers * B * m.heads * 4
     drift = n * m.layers * B * 4 if group.task.compares_logits else 0
     prompts = 4 * sum(map(len, batch.prompts))
-    arrays = 0.25 * kept + 0.93 * (entropy + drift) + 0.4 * prompts + 280 * (5 + len(batch.prompts)) + B * n
-    texts = len(json.dumps(list(batch.facts))) + B * (700 + (LISTS * 20 * n if group.task.compares_logits else 4 * n))
-    return arrays + texts + 2 * (22 * n + 150)
+    arrays = 0.07 * kept + 0.8 * (entropy + drift) + 0.4 * prompts + B * n
+    texts = len(json.dumps(list(batch.facts))) + B * (300 + n * (LISTS * 16 if group.task.compares_logits else 2))
+    return arrays + HEADER * (5 + len(batch.prompts)) + texts + 2 * (22 * n + 250)
 
 
 # -------------------------------------------------------------------------------------------------------------- in words

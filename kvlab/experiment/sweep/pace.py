@@ -76,10 +76,12 @@ def _policy(raw: dict[str, Any]) -> str:
 def duration(groups: Sequence[Seen], left: dict[str, float], past: dict, traces: int) -> tuple[float, str]:
     """Seconds for what is left, and in words where they come from."""
     seconds, known, guessed, guess = 0.0, 0, 0, Arithmetic()
+    first: dict[tuple, float] = {}  # of each task and policy the longest batch, once: it compiled
     for group in groups:
         count, cells = group.task.count(), group.cells
         most = max(left[cell.run_id] for cell in cells)
-        times = past.get(json.dumps([cells[0].model, cells[0].task], sort_keys=True))
+        key = json.dumps([cells[0].model, cells[0].task], sort_keys=True)
+        times = past.get(key)
         if times is None or not times["prefill"]:
             guessed += 1
             each = guess.batch(group.model, _weights(group.model), group.batches[0], len(cells))
@@ -88,10 +90,12 @@ def duration(groups: Sequence[Seen], left: dict[str, float], past: dict, traces:
         known += len(times["prefill"])
         of = lambda cell, times=times: times.get(_policy(msgspec.to_builtins(cell))) or _others(times)
         compared = group.task.compares_logits or group.task.compares_answers  # then the full cache answers once more
-        seconds += count * most * (statistics.median(times["prefill"]) + compared * statistics.mean(_others(times)))
-        seconds += sum(count * left[cell.run_id] * statistics.mean(of(cell)) for cell in cells)
+        seconds += count * most * (statistics.median(times["prefill"]) + compared * statistics.median(_others(times)))
+        seconds += sum(count * left[cell.run_id] * statistics.median(of(cell)) for cell in cells)
+        first |= {(key, _policy(msgspec.to_builtins(cell))): max(of(cell)) for cell in cells if left[cell.run_id]}
     if guessed == len(groups):
         return seconds + guess.program * traces * (max(left.values()) > 0), guess.words
+    seconds += sum(first.values())
     return seconds, f"times of {known} finished batches" + (f"; a guess for {guessed} of {len(groups)} groups" * (guessed > 0))
 
 

@@ -82,6 +82,15 @@ def test_either_alone_means_the_dearer_of_the_two():
     assert found.outcome == FAILS and "1.2" in found.text
 
 
+def test_a_factor_holds_only_where_it_is_shown_for_both():
+    """3.2 times a's loss is clearly exceeded; what b loses is hardly known, and seen by chance to be the farther away."""
+    table = square(0.2, 0.1, 0.72) | {"b": documents(0.19, seed=10, spread=1.0)}
+    found = Interaction(name="t", a="a", b="b", both="ab", ratio=3.2).find(table, ALPHA)
+    alone = [Interaction(name="t", a=c, b=c, both="ab", ratio=3.2).find(table, ALPHA) for c in "ab"]
+    assert [each.outcome for each in alone] == [HOLDS, OPEN] and alone[0].value < alone[1].value
+    assert found.outcome == OPEN and (found.value, found.low, found.high) == (alone[0].value, alone[1].low, alone[0].high)
+
+
 def test_answers_lost_by_both_changes_only():
     lost = lambda *hit: lambda c, q, noise: not any(low <= noise < high for low, high in hit)
     a, b, extra = (0, 0.1), (0.1, 0.15), (0.2, 0.45)

@@ -209,6 +209,7 @@ def claim(
     page: Annotated[Path | None, typer.Option(help="Write one page on all claims beside it, from what was kept.")] = None,
     accept_stale: Stale = False,
     fresh: Fresh = False,
+    retry: Retry = False,
     json_: Json = None,
 ) -> None:
     """Is it true what an article says? Runs a claim's experiment and judges it; any verdict has exit code 0."""
@@ -224,7 +225,7 @@ def claim(
     else:
         _beside([str(file)])
         with _resumable():
-            made = module.claim(str(file), set_, smoke, out, accept_stale, fresh, keep)
+            made = module.claim(str(file), set_, smoke, out, accept_stale, fresh, keep, retry)
         module.show(made)
         write_json(json_, made.as_json())
 

@@ -1,5 +1,6 @@
 """Claims: every kind of test on made-up samples, both ways; the files; a whole claim of a small model; the page."""
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvlab.claims.interaction import Interaction
 from kvlab.claims.memory import Memory
 from kvlab.claims.pair import Pair
 from kvlab.claims.trend import Trend
-from kvlab.errors import ConfigError, KvlabError, ResultsError
+from kvlab.errors import ConfigError, FailedCells, KvlabError, ResultsError
 from kvlab.evaluate import trend
 from kvlab.experiment import config
 from kvlab.tasks import Likelihood, Needle
@@ -386,6 +387,18 @@ def test_a_claim_of_a_tiny_model(on_tiny, tmp_path):
     assert made.alpha == 0.025 and "act" not in kept and made.sentence.endswith(("Do.", "Do not.", "Wait."))
     again = run.claim(SMALL, out=tmp_path)
     assert again.as_json() == made.as_json()
+
+
+def test_failed_cells_are_tried_again_as_their_error_says(monkeypatch):
+    asked = inspect.signature(run.run.execute)
+
+    def execute(*args):
+        raise FailedCells(f"retry {asked.bind(*args).arguments['retry']}", 1)
+
+    monkeypatch.setattr(run.run, "execute", execute)
+    for options, retry in (([], False), (["--retry"], True)):
+        with pytest.raises(FailedCells, match=f"retry {retry}"):
+            cli.app(["claim", str(FILES[0]), *options], standalone_mode=False)
 
 
 def test_the_smoke_of_a_file_on_tiny_recall_and_the_page(tmp_path, monkeypatch, capsys):

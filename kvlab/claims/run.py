@@ -72,6 +72,7 @@ def claim(
     accept_stale: bool = False,
     fresh: bool = False,
     keep: str | Path | None = None,
+    retry: bool = False,
 ) -> Judgement:
     """Runs what a file asks for and judges its claim; arguments and resuming as in `kvlab.run`.
 
@@ -83,7 +84,7 @@ def claim(
     cells = config.expand(experiment, overrides, smoke) if experiment.base or experiment.grid else []
     reading.complete(stated, cells)
     origin = config.origin("claim", source, overrides, smoke)
-    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, origin=origin) if cells else None
+    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry, origin) if cells else None
     folder = run.folder(name, Path(out), smoke)
     made = judge(name, stated, experiment, cells, folder, smoke, frame)
     write(made, folder / "claim")

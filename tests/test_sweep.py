@@ -353,6 +353,21 @@ def test_workers_that_all_die_are_an_error(tmp_path):
         launch.local([sys.executable, "-c", "print('alas'); raise SystemExit(3)"], 2, cells, tmp_path)
 
 
+def test_no_worker_is_left_where_the_next_cannot_be_started(tmp_path, monkeypatch):
+    started, real = [], launch._start
+
+    def second_fails(number, *more):
+        if number == 1:
+            raise ResultsError("no room")
+        started.append(real(number, *more))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "_start", second_fails)
+    with pytest.raises(ResultsError, match="no room"):
+        launch.local([sys.executable, "-c", "import time; time.sleep(1000)"], 2, [], tmp_path)
+    assert len(started) == 1 and started[0].process.returncode == -signal.SIGTERM
+
+
 def test_cores_are_shared_out(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6, 8})
     assert launch.cores(2) == [[0, 2], [4, 6, 8]] and launch.cores(1) == [[0, 2, 4, 6, 8]]

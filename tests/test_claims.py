@@ -426,3 +426,14 @@ def test_the_smoke_of_a_file_on_tiny_recall_and_the_page(tmp_path, monkeypatch, 
         assert f"]({image})" in text and (folder / image).exists()
     with pytest.raises(ConfigError, match="no claims in"):
         page.write(tmp_path / "README.md")
+
+
+def test_a_verdict_stands_beside_the_statement_that_it_is_about(tmp_path):
+    """The file was changed after the run."""
+    source = next(file for file in FILES if file.stem == "memory_figures")
+    (tmp_path / source.name).write_text(source.read_text())
+    made = run.claim(tmp_path / source.name, out=tmp_path / "out", keep=tmp_path / "results")
+    (tmp_path / source.name).write_text(source.read_text().replace(made.claim.statement, "Something else."))
+    page.write(tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    assert "Something else." not in text and text.count(made.claim.statement) == 2

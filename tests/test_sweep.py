@@ -23,7 +23,7 @@ from kvlab.errors import ConfigError, FailedCells, ResultsError
 from kvlab.experiment import config, environment, group, report, sharing, store
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
-from kvlab.experiment.sweep import diff, dry, launch, slurm
+from kvlab.experiment.sweep import diff, diff_table, dry, launch, slurm
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = [{"label": "full"}, {"retention": {"name": "window", "size": 64, "sinks": 4}}, {"codec": {"name": "int8"}}]
@@ -598,6 +598,20 @@ def test_two_results_beside_each_other(tmp_path, whole, monkeypatch, capsys):
     assert "policy.retention.size: 64 → 8" in said and "made with other code" in said and "only in the first: int8" in said
     alone = diff.diff(whole[0], whole[0])
     assert not alone["config"] and alone["policies"]["int8"]["identical"] == 24
+
+
+def test_brackets_in_labels_are_no_markup(capsys):
+    label = "gate [int8] [/x]"
+    frame = pd.DataFrame({"policy": [label], "resident_bytes": [1e6]})
+    report.show(config.Experiment("what [/is] it?"), frame, [], [])
+    verdict = {"difference": 0.0, "low": None, "high": None, "outcome": "underpowered"}
+    policy = {"figures": {"accuracy": [0.5, None]}, "samples": 1, "identical": 1, "accuracy": verdict}
+    diff_table.show({"only_first": [], "only_second": [], "config": {}, "made_with": {}, "policies": {label: policy}})
+    with report.progress() as bar:
+        bar.add_task(label)
+    said = capsys.readouterr()
+    assert said.out.count(label) == 2 and "what [/is] it?" in said.out and label in said.err
+    assert "+0.0000 [-∞, +∞] underpowered" in said.out
 
 
 def test_two_cells_beside_each_other(whole):

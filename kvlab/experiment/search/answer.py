@@ -119,7 +119,7 @@ def show(found: Found) -> None:
     from rich.table import Table
 
     kinds = next(iter(found.visited.values())).seen
-    table = Table(title=f"{found.search.path}: {', '.join(map(_short, found.names))}")
+    table = Table(title=escape(f"{found.search.path}: {', '.join(map(_short, found.names))}"))
     for column in ("value", "state", "looks", "batches", "samples", *kinds):
         table.add_column(column, justify="left" if column in ("value", "state") else "right")
     for each in _in_order(found):
@@ -129,9 +129,9 @@ def show(found: Found) -> None:
     console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
     console.print(_caption(found), style="dim", highlight=False)
-    console.print(sentence(found), style="bold", highlight=False)
+    console.print(sentence(found), style="bold", highlight=False, markup=False)
     for name in ("search.json", "search.png"):
-        console.print(f"wrote {found.folder / name}", soft_wrap=True)
+        console.print(f"wrote {found.folder / name}", soft_wrap=True, markup=False)
 
 
 def _short(name: str) -> str:

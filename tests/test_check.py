@@ -81,6 +81,16 @@ def test_a_cell_of_few_samples_does_not_pass_beside_a_weaker_one_of_many():
     assert both.outcome == judge.OPEN and "needle of 7,000 tokens" in both.text
 
 
+def test_json_has_no_infinite_numbers_and_the_page_reads_them_again():
+    full = samples(lambda c: 1.0, contexts=1)
+    text = {(group(), 0, 0): {"nll": [1.0, 2.0], "nll_reference": [1.0, 1.9], "document": "d"}}
+    found = [judge.answers("p", full, full, MARGINS), judge.likelihood("p", text, MARGINS)]
+    assert [each.figures["low"] for each in found] == [-1, -np.inf] and found[1].figures["items_needed"] == np.inf
+    made = json.dumps(check.Judgement(judge.OPEN, found, {}, None).as_json(), allow_nan=False)
+    assert [verdicts._finding(each) for each in json.loads(made)["findings"]] == found
+    assert all("more than one of the" in verdicts.words(each) for each in found)
+
+
 def test_more_repetition_fails():
     row = lambda i, more: {
         "document": f"d{i}", "step_kl": [0.1], "step_top1": [True], "agreed": 0.5, "tokens": 8, "tokens_reference": 8,

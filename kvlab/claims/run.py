@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,22 +41,13 @@ class Judgement:
         return f"{small}The claim {_verb(self.outcome)}. {why.name}: {why.text}{so}. {self.claim.act[ACT[self.outcome]]}"
 
     def as_json(self) -> dict[str, Any]:
-        findings = [_plain(dataclasses.asdict(f)) for f in self.findings]
+        findings = [store.plain(dataclasses.asdict(f)) for f in self.findings]
         claim = {key: getattr(self.claim, key) for key in ("statement", "source", "holds_if", "rule")}
         return {
             "name": self.name, **claim, "expect": self.expect, "outcome": self.outcome, "sentence": self.sentence,
             "alpha": self.alpha, "findings": findings, "policies": self.policies, "smoke": self.smoke, "cells": self.cells,
             "kvlab": kvlab.__version__, "code": environment.code_digest(),
         }  # fmt: skip
-
-
-def _plain(figure: Any) -> Any:
-    """The same without infinite numbers, which JSON does not have."""
-    if isinstance(figure, dict):
-        return {key: _plain(value) for key, value in figure.items()}
-    if isinstance(figure, list | tuple):
-        return [_plain(value) for value in figure]
-    return None if isinstance(figure, float) and not math.isfinite(figure) else figure
 
 
 def _verb(outcome: str) -> str:

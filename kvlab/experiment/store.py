@@ -17,6 +17,7 @@ results/<experiment>/ranking.json                 where layers were sparse one a
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -195,6 +196,15 @@ def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> Non
                 f"{folder} was made with other {what} ({str(before.get(what))[:12]} against {str(env.get(what))[:12]}); "
                 "pass --accept-stale to build on it, --fresh to start over, or --out for another folder"
             )
+
+
+def plain(figures: Any) -> Any:
+    """The same with None for what is infinite or no number, which JSON does not have."""
+    if isinstance(figures, dict):
+        return {key: plain(value) for key, value in figures.items()}
+    if isinstance(figures, list | tuple):
+        return [plain(value) for value in figures]
+    return None if isinstance(figures, float) and not math.isfinite(figures) else figures
 
 
 def read_json(path: Path) -> dict:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS, Seen
+from kvlab.experiment import store
 from kvlab.experiment.search.points import ANSWERS
 from kvlab.experiment.search.search import Found, Visited
 
@@ -13,10 +14,7 @@ COLOURS = {PASS: "green", FAIL: "red", FUTILE: "yellow", OPEN: "yellow"}
 
 def as_json(found: Found) -> dict[str, Any]:
     """Everything; what is infinite is null."""
-    known = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
-    visited = [
-        {**vars(each), "seen": {kind: _known(seen, known) for kind, seen in each.seen.items()}} for each in _in_order(found)
-    ]
+    visited = [store.plain(dataclasses.asdict(each)) for each in _in_order(found)]
     return {
         "path": found.search.path,
         "values": found.search.values,
@@ -29,10 +27,6 @@ def as_json(found: Found) -> dict[str, Any]:
         "batches_of_all": found.batches * len(found.names),
         "visited": visited,
     }
-
-
-def _known(seen: Seen, known) -> dict[str, Any]:
-    return {name: known(value) for name, value in dataclasses.asdict(seen).items()}
 
 
 def _in_order(found: Found) -> list[Visited]:

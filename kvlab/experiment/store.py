@@ -168,8 +168,12 @@ def made_by(env: dict[str, Any]) -> str:
 def discard(folder: Path, cells: Iterable[Cell]) -> None:
     """Removes what cells have so far. Errors: ResultsError while another process works in the folder."""
     with sharing.alone(folder):
-        for cell in cells:
-            shutil.rmtree(folder / cell.run_id, ignore_errors=True)
+        for path in (folder / cell.run_id for cell in cells):
+            try:
+                if path.exists():
+                    shutil.rmtree(path)
+            except OSError as error:  # what stayed would be taken for finished
+                raise ResultsError(f"cannot remove {path}: {error.strerror or error}; choose another --out") from error
 
 
 def write_experiment(folder: Path, name: str, experiment: Experiment, origin: Origin, cells: Sequence[Cell]) -> None:

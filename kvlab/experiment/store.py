@@ -215,7 +215,7 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ResultsError(f"{path} cannot be read ({error}); remove its folder and run again") from error
+        raise ResultsError(f"{path} cannot be read ({error}); remove it and run again") from error
 
 
 def read_lines(path: Path) -> list[dict]:

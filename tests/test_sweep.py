@@ -1,6 +1,7 @@
 """Sweeps that survive: killed, shared, with cells that fail, merged by copying; what a run would take, and what differs."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -216,6 +217,28 @@ def test_folders_merge_by_copying(start, tmp_path, whole):
         frame = kvlab.run(SWEEP, out=tmp_path / "a")
     assert len(made) == BATCHES // 3
     same(whole[1], frame)
+
+
+def test_what_cannot_be_removed_is_not_taken_for_fresh(tmp_path, monkeypatch):
+    def stays(path):
+        raise OSError(errno.EBUSY, "busy")
+
+    cells = config.expand(config.read(SWEEP)[1])
+    store.discard(tmp_path, cells)
+    (tmp_path / cells[1].run_id).mkdir()
+    monkeypatch.setattr(shutil, "rmtree", stays)
+    with pytest.raises(ResultsError, match=f"cannot remove .*{cells[1].run_id}: busy"):
+        store.discard(tmp_path, cells)
+
+
+def test_batches_of_other_code_are_refused_without_their_folders_env(tmp_path):
+    run = store.Run(tmp_path, config.expand(config.read(SWEEP)[1])[0])
+    run.open({"code": "a"})
+    run.write(0, [], {}, {})
+    (run.folder / "env.json").unlink()
+    with pytest.raises(ResultsError, match="other code, weights, text or files than its folder says"):
+        run.open({"code": "b"})
+    run.open({"code": "a"})
 
 
 def test_a_merge_of_other_code_is_refused(tmp_path, whole):

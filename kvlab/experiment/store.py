@@ -71,9 +71,10 @@ class Run:
         """Creates the folder, or checks that what is in it was made by the same code, weights, text and files."""
         about, self._made = self.folder / "env.json", made_by(env)
         with sharing.exclusive(self.folder.parent):
-            if about.exists() and not accept_stale:
-                check_same(self.folder, read_json(about), env)
-                self._check_merged()
+            if not accept_stale:
+                if about.exists():
+                    check_same(self.folder, read_json(about), env)
+                self._check_merged()  # batches may lie there without it
             if not about.exists():
                 self._describe()
                 write_text(about, json.dumps(env, indent=1))

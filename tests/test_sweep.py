@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -485,6 +486,14 @@ def test_ctrl_c_cancels_the_jobs_that_are_waited_for(start, tmp_path, cluster):
     _, errors = process.communicate()
     assert process.returncode == 130 and "run the same command to go on" in errors
     assert not subprocess.run(["squeue"], capture_output=True, text=True).stdout.split()
+
+
+def test_no_job_is_left_where_the_next_cannot_be_submitted(monkeypatch):
+    jobs, cancelled = iter([SimpleNamespace(job_id="1"), SimpleNamespace(job_id="2")]), []
+    monkeypatch.setattr(slurm, "_cancel", cancelled.extend)
+    with pytest.raises(StopIteration):
+        slurm._all(lambda: next(jobs), 3)
+    assert cancelled == ["1", "2"]
 
 
 def test_what_slurm_lacks_is_said(tmp_path, cluster, monkeypatch):

@@ -140,7 +140,7 @@ def test_a_loss_that_falls_with_depth(contexts, outcome):
         "p": answers(lambda c, q, noise: q >= 6 and noise < 0.8, contexts),
     }
     test = Trend(name="t", policy="p", covariate="depth", scale="linear", direction="falls", measure="correct", more_than=0.3)
-    assert test.find(table, ALPHA).outcome == outcome
+    assert test.find(table, ALPHA).outcome == outcome and "less for the whole of depth" in test.find(table, ALPHA).text
     other = Trend(name="t", policy="p", covariate="depth", scale="linear", measure="correct", more_than=0.3)
     assert contexts < 60 or other.find(table, ALPHA).outcome == FAILS, "it does not rise"
 
@@ -149,7 +149,9 @@ def test_covariates_are_summed_and_named():
     table = {label: answers(lambda c, q, n: True) | answers(lambda c, q, n: True, length=4096, distractors=24) for label in "pf"}
     keys = Trend(name="t", policy="p", reference="f", covariate=["needles", "distractors"], measure="correct", more_than=0.1)
     found = keys.find(table, ALPHA)
-    assert (found.items, found.clusters) == (960, 120)
+    assert (found.items, found.clusters) == (960, 120) and "a doubling of needles + distractors" in found.text
+    units = Trend(name="t", policy="p", reference="f", covariate="distractors", scale="linear", measure="correct")
+    assert "for one more of distractors" in units.find(table, ALPHA).text
     assert found.series["x"] == [10, 34] and found.outcome == FAILS and found.low < 0 < found.high, "no events are not certainty"
     with pytest.raises(ConfigError, match="covariate 'dept' is no number of needle; did you mean 'depth'"):
         Trend(name="t", policy="p", reference="f", covariate="dept", measure="correct").find(table, ALPHA)

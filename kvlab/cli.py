@@ -75,12 +75,15 @@ def run(
 ) -> None:
     """Run an experiment: every cell, resumable, then a table and a picture."""
     from kvlab.experiment import config
+    from kvlab.experiment import run as running
 
     _beside([str(file)])
+    if search and (launch or workers is not None or slurm or not wait or not table):
+        raise ConfigError("--search is for one process; leave out --launch, --workers, --slurm, --no-wait and --no-table")
     if search and not dry_run:
         _search(file, set_, smoke, out, accept_stale, fresh, retry, json_)
     name, experiment = config.read(file)
-    cells = _searched(experiment, set_, smoke) if search else config.expand(experiment, set_, smoke)
+    cells = _searched(experiment, set_, smoke) if search else running.asked(name, experiment, set_, smoke)
     if dry_run:
         from kvlab.experiment.sweep import dry
 
@@ -89,7 +92,6 @@ def run(
         write_json(json_, made.as_json(cells))
         return
     from kvlab.experiment import failures, report, store
-    from kvlab.experiment import run as running
     from kvlab.experiment.sweep import launch as launching
     from kvlab.experiment.sweep import slurm as jobs
 
@@ -209,6 +211,7 @@ def claim(
     page: Annotated[Path | None, typer.Option(help="Write one page on all claims beside it, from what was kept.")] = None,
     accept_stale: Stale = False,
     fresh: Fresh = False,
+    retry: Retry = False,
     json_: Json = None,
 ) -> None:
     """Is it true what an article says? Runs a claim's experiment and judges it; any verdict has exit code 0."""
@@ -224,7 +227,7 @@ def claim(
     else:
         _beside([str(file)])
         with _resumable():
-            made = module.claim(str(file), set_, smoke, out, accept_stale, fresh, keep)
+            made = module.claim(str(file), set_, smoke, out, accept_stale, fresh, keep, retry)
         module.show(made)
         write_json(json_, made.as_json())
 

@@ -65,11 +65,30 @@ def test_the_worst_case_is_the_weakest_cell_of_long_contexts():
             full[name, c + 100 * d, i] = {**row, "context": c + 100 * d}
     hurt = {key: {**row, "correct": row["depth"] != 0.5} for key, row in full.items()}
     found = judge.worst("p", hurt, full, MARGINS, RULES, 8192)
-    assert found.outcome == judge.FAIL and "depth 0.5–0.75: 0.000 right" in found.text and "least of 4 cells" in found.text
+    assert found.outcome == judge.FAIL and "depth 0.5–0.75: 0.000 right" in found.text and "weakest of 4 cells" in found.text
     assert judge.worst("p", full, full, MARGINS, RULES, 8192).outcome == judge.PASS
     short = judge.worst("p", hurt, full, MARGINS, RULES, 16_001)
     assert short.outcome == judge.OPEN and "0 contexts above 8,000 tokens" in short.text
     assert judge.worst("p", hurt, full, MARGINS, config.Rules(long_contexts=0), 8192) is None
+
+
+def test_a_cell_of_few_samples_does_not_pass_beside_a_weaker_one_of_many():
+    """One right answer of ten is lost in many contexts, which is shown to be less than 20 points; two contexts show nothing."""
+    many, few = samples(lambda c: 1.0), samples(lambda c: 1.0, length=7000, contexts=2)
+    hurt = {key: {**row, "correct": key[2] > 0 or key[1] % 2 == 0} for key, row in many.items()}
+    assert judge.worst("p", hurt, many, MARGINS, RULES, 8192).outcome == judge.PASS
+    both = judge.worst("p", hurt | few, many | few, MARGINS, RULES, 8192)
+    assert both.outcome == judge.OPEN and "needle of 7,000 tokens" in both.text
+
+
+def test_json_has_no_infinite_numbers_and_the_page_reads_them_again():
+    full = samples(lambda c: 1.0, contexts=1)
+    text = {(group(), 0, 0): {"nll": [1.0, 2.0], "nll_reference": [1.0, 1.9], "document": "d"}}
+    found = [judge.answers("p", full, full, MARGINS), judge.likelihood("p", text, MARGINS)]
+    assert [each.figures["low"] for each in found] == [-1, -np.inf] and found[1].figures["items_needed"] == np.inf
+    made = json.dumps(check.Judgement(judge.OPEN, found, {}, None).as_json(), allow_nan=False)
+    assert [verdicts._finding(each) for each in json.loads(made)["findings"]] == found
+    assert all("more than one of the" in verdicts.words(each) for each in found)
 
 
 def test_more_repetition_fails():

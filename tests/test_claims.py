@@ -1,5 +1,6 @@
 """Claims: every kind of test on made-up samples, both ways; the files; a whole claim of a small model; the page."""
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvlab.claims.interaction import Interaction
 from kvlab.claims.memory import Memory
 from kvlab.claims.pair import Pair
 from kvlab.claims.trend import Trend
-from kvlab.errors import ConfigError, KvlabError, ResultsError
+from kvlab.errors import ConfigError, FailedCells, KvlabError, ResultsError
 from kvlab.evaluate import trend
 from kvlab.experiment import config
 from kvlab.tasks import Likelihood, Needle
@@ -82,6 +83,15 @@ def test_either_alone_means_the_dearer_of_the_two():
     assert found.outcome == FAILS and "1.2" in found.text
 
 
+def test_a_factor_holds_only_where_it_is_shown_for_both():
+    """3.2 times a's loss is clearly exceeded; what b loses is hardly known, and seen by chance to be the farther away."""
+    table = square(0.2, 0.1, 0.72) | {"b": documents(0.19, seed=10, spread=1.0)}
+    found = Interaction(name="t", a="a", b="b", both="ab", ratio=3.2).find(table, ALPHA)
+    alone = [Interaction(name="t", a=c, b=c, both="ab", ratio=3.2).find(table, ALPHA) for c in "ab"]
+    assert [each.outcome for each in alone] == [HOLDS, OPEN] and alone[0].value < alone[1].value
+    assert found.outcome == OPEN and (found.value, found.low, found.high) == (alone[0].value, alone[1].low, alone[0].high)
+
+
 def test_answers_lost_by_both_changes_only():
     lost = lambda *hit: lambda c, q, noise: not any(low <= noise < high for low, high in hit)
     a, b, extra = (0, 0.1), (0.1, 0.15), (0.2, 0.45)
@@ -130,7 +140,7 @@ def test_a_loss_that_falls_with_depth(contexts, outcome):
         "p": answers(lambda c, q, noise: q >= 6 and noise < 0.8, contexts),
     }
     test = Trend(name="t", policy="p", covariate="depth", scale="linear", direction="falls", measure="correct", more_than=0.3)
-    assert test.find(table, ALPHA).outcome == outcome
+    assert test.find(table, ALPHA).outcome == outcome and "less for the whole of depth" in test.find(table, ALPHA).text
     other = Trend(name="t", policy="p", covariate="depth", scale="linear", measure="correct", more_than=0.3)
     assert contexts < 60 or other.find(table, ALPHA).outcome == FAILS, "it does not rise"
 
@@ -139,7 +149,9 @@ def test_covariates_are_summed_and_named():
     table = {label: answers(lambda c, q, n: True) | answers(lambda c, q, n: True, length=4096, distractors=24) for label in "pf"}
     keys = Trend(name="t", policy="p", reference="f", covariate=["needles", "distractors"], measure="correct", more_than=0.1)
     found = keys.find(table, ALPHA)
-    assert (found.items, found.clusters) == (960, 120)
+    assert (found.items, found.clusters) == (960, 120) and "a doubling of needles + distractors" in found.text
+    units = Trend(name="t", policy="p", reference="f", covariate="distractors", scale="linear", measure="correct")
+    assert "for one more of distractors" in units.find(table, ALPHA).text
     assert found.series["x"] == [10, 34] and found.outcome == FAILS and found.low < 0 < found.high, "no events are not certainty"
     with pytest.raises(ConfigError, match="covariate 'dept' is no number of needle; did you mean 'depth'"):
         Trend(name="t", policy="p", reference="f", covariate="dept", measure="correct").find(table, ALPHA)
@@ -379,6 +391,18 @@ def test_a_claim_of_a_tiny_model(on_tiny, tmp_path):
     assert again.as_json() == made.as_json()
 
 
+def test_failed_cells_are_tried_again_as_their_error_says(monkeypatch):
+    asked = inspect.signature(run.run.execute)
+
+    def execute(*args):
+        raise FailedCells(f"retry {asked.bind(*args).arguments['retry']}", 1)
+
+    monkeypatch.setattr(run.run, "execute", execute)
+    for options, retry in (([], False), (["--retry"], True)):
+        with pytest.raises(FailedCells, match=f"retry {retry}"):
+            cli.app(["claim", str(FILES[0]), *options], standalone_mode=False)
+
+
 def test_the_smoke_of_a_file_on_tiny_recall_and_the_page(tmp_path, monkeypatch, capsys):
     """The command, what it keeps, and the page that lists claims that were run and claims that were not."""
     folder = tmp_path / "claims"
@@ -404,3 +428,14 @@ def test_the_smoke_of_a_file_on_tiny_recall_and_the_page(tmp_path, monkeypatch, 
         assert f"]({image})" in text and (folder / image).exists()
     with pytest.raises(ConfigError, match="no claims in"):
         page.write(tmp_path / "README.md")
+
+
+def test_a_verdict_stands_beside_the_statement_that_it_is_about(tmp_path):
+    """The file was changed after the run."""
+    source = next(file for file in FILES if file.stem == "memory_figures")
+    (tmp_path / source.name).write_text(source.read_text())
+    made = run.claim(tmp_path / source.name, out=tmp_path / "out", keep=tmp_path / "results")
+    (tmp_path / source.name).write_text(source.read_text().replace(made.claim.statement, "Something else."))
+    page.write(tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    assert "Something else." not in text and text.count(made.claim.statement) == 2

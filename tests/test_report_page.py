@@ -5,6 +5,7 @@ import shutil
 import struct
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -161,6 +162,16 @@ def test_levels_say_all_and_none_only_where_it_is_so():
     assert [kept.LEVELS.index(level) for level in made] == [0, 1, 30, 60, 61]
     held = np.array([[[0, 1, -1], [1, 2, 7]]])  # one layer, two heads; 7 came after the prompt
     assert kept.shares(held, 4).tolist() == [0.5, 1, 0.5, 0]
+
+
+def test_texts_are_of_policies_that_the_page_holds(tmp_path):
+    """The second seed was run with a policy only that the page has no room for."""
+    cells = [config.Cell({"name": "m"}, {"name": "needle"}, {"label": label}, seed=i) for i, label in enumerate("ab")]
+    for cell in cells:
+        (tmp_path / cell.run_id / "samples").mkdir(parents=True)
+        np.savez(tmp_path / cell.run_id / "samples" / "00000.npz", kept=np.zeros((2, 1, 1, 4), int))
+    results = SimpleNamespace(cells=cells, folder=tmp_path)
+    assert kept._chosen(results, ["a"]) == [(cells[0].group, 0, 0), (cells[0].group, 0, 1)]
 
 
 def test_lost_and_gained_are_counted_over_all_samples(html, folder):

@@ -229,8 +229,17 @@ def test_what_cannot_be_searched_is_refused_before_anything_runs(change, message
 
 
 def test_a_file_with_a_search_is_not_run_by_mistake(tmp_path):
+    import tomli_w
+
     with pytest.raises(ConfigError, match="kvlab run FILE --search"):
         kvlab.run(RECALL, out=tmp_path)
+    file = tmp_path / "recall.toml"
+    file.write_text(tomli_w.dumps({key: value for key, value in RECALL.items() if key != "name"}))
+    refused = {"": "FILE --search", "--dry-run": "FILE --search", "--search --workers=2": "one process"}
+    for options, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            cli.app(["run", str(file), f"--out={tmp_path / 'out'}", *options.split()], standalone_mode=False)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_names_of_values():

@@ -170,6 +170,14 @@ def test_states_of_clear_cases():
     assert sequential.together([OPEN, FUTILE]) == FUTILE and sequential.together([PASS, OPEN]) == OPEN
 
 
+def test_one_cluster_is_no_reason_to_give_up():
+    plan = sequential.Plan.of((0.5, 1.0), 0.05 / 3, 0.05 / 3)
+    for bounds in (statistics.unskewed, statistics.binary_difference):
+        seen = sequential.look(lambda a, b=bounds: b(np.ones(4), np.ones(4), [0] * 4, a), 0.1, plan, 0)
+        assert seen.state == OPEN and math.isnan(seen.chance)
+    assert sequential.look(lambda a: statistics.unskewed(np.ones(4), np.ones(4), [0, 0, 1, 1], a), 0.1, plan, 0).state == PASS
+
+
 def test_nats_a_token_get_worse_upwards():
     plan = sequential.Plan.of((1.0,), 0.05, 0.05)
     values = np.random.default_rng(0).normal(0.2, 0.01, 20)

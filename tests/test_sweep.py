@@ -1,6 +1,7 @@
 """Sweeps that survive: killed, shared, with cells that fail, merged by copying; what a run would take, and what differs."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -23,7 +25,7 @@ from kvlab.errors import ConfigError, FailedCells, ResultsError
 from kvlab.experiment import config, environment, group, report, sharing, store
 from kvlab.experiment import run as runner
 from kvlab.experiment.report import TIME_COLUMNS
-from kvlab.experiment.sweep import diff, dry, launch, slurm
+from kvlab.experiment.sweep import diff, diff_table, dry, launch, slurm
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = [{"label": "full"}, {"retention": {"name": "window", "size": 64, "sinks": 4}}, {"codec": {"name": "int8"}}]
@@ -218,6 +220,28 @@ def test_folders_merge_by_copying(start, tmp_path, whole):
     same(whole[1], frame)
 
 
+def test_what_cannot_be_removed_is_not_taken_for_fresh(tmp_path, monkeypatch):
+    def stays(path):
+        raise OSError(errno.EBUSY, "busy")
+
+    cells = config.expand(config.read(SWEEP)[1])
+    store.discard(tmp_path, cells)
+    (tmp_path / cells[1].run_id).mkdir()
+    monkeypatch.setattr(shutil, "rmtree", stays)
+    with pytest.raises(ResultsError, match=f"cannot remove .*{cells[1].run_id}: busy"):
+        store.discard(tmp_path, cells)
+
+
+def test_batches_of_other_code_are_refused_without_their_folders_env(tmp_path):
+    run = store.Run(tmp_path, config.expand(config.read(SWEEP)[1])[0])
+    run.open({"code": "a"})
+    run.write(0, [], {}, {})
+    (run.folder / "env.json").unlink()
+    with pytest.raises(ResultsError, match="other code, weights, text or files than its folder says"):
+        run.open({"code": "b"})
+    run.open({"code": "a"})
+
+
 def test_a_merge_of_other_code_is_refused(tmp_path, whole):
     shutil.copytree(whole[0], tmp_path / "sweep")
     path = finished(tmp_path / "sweep")[2]
@@ -353,6 +377,21 @@ def test_workers_that_all_die_are_an_error(tmp_path):
         launch.local([sys.executable, "-c", "print('alas'); raise SystemExit(3)"], 2, cells, tmp_path)
 
 
+def test_no_worker_is_left_where_the_next_cannot_be_started(tmp_path, monkeypatch):
+    started, real = [], launch._start
+
+    def second_fails(number, *more):
+        if number == 1:
+            raise ResultsError("no room")
+        started.append(real(number, *more))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "_start", second_fails)
+    with pytest.raises(ResultsError, match="no room"):
+        launch.local([sys.executable, "-c", "import time; time.sleep(1000)"], 2, [], tmp_path)
+    assert len(started) == 1 and started[0].process.returncode == -signal.SIGTERM
+
+
 def test_cores_are_shared_out(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6, 8})
     assert launch.cores(2) == [[0, 2], [4, 6, 8]] and launch.cores(1) == [[0, 2, 4, 6, 8]]
@@ -447,6 +486,14 @@ def test_ctrl_c_cancels_the_jobs_that_are_waited_for(start, tmp_path, cluster):
     _, errors = process.communicate()
     assert process.returncode == 130 and "run the same command to go on" in errors
     assert not subprocess.run(["squeue"], capture_output=True, text=True).stdout.split()
+
+
+def test_no_job_is_left_where_the_next_cannot_be_submitted(monkeypatch):
+    jobs, cancelled = iter([SimpleNamespace(job_id="1"), SimpleNamespace(job_id="2")]), []
+    monkeypatch.setattr(slurm, "_cancel", cancelled.extend)
+    with pytest.raises(StopIteration):
+        slurm._all(lambda: next(jobs), 3)
+    assert cancelled == ["1", "2"]
 
 
 def test_what_slurm_lacks_is_said(tmp_path, cluster, monkeypatch):
@@ -583,6 +630,20 @@ def test_two_results_beside_each_other(tmp_path, whole, monkeypatch, capsys):
     assert "policy.retention.size: 64 → 8" in said and "made with other code" in said and "only in the first: int8" in said
     alone = diff.diff(whole[0], whole[0])
     assert not alone["config"] and alone["policies"]["int8"]["identical"] == 24
+
+
+def test_brackets_in_labels_are_no_markup(capsys):
+    label = "gate [int8] [/x]"
+    frame = pd.DataFrame({"policy": [label], "resident_bytes": [1e6]})
+    report.show(config.Experiment("what [/is] it?"), frame, [], [])
+    verdict = {"difference": 0.0, "low": None, "high": None, "outcome": "underpowered"}
+    policy = {"figures": {"accuracy": [0.5, None]}, "samples": 1, "identical": 1, "accuracy": verdict}
+    diff_table.show({"only_first": [], "only_second": [], "config": {}, "made_with": {}, "policies": {label: policy}})
+    with report.progress() as bar:
+        bar.add_task(label)
+    said = capsys.readouterr()
+    assert said.out.count(label) == 2 and "what [/is] it?" in said.out and label in said.err
+    assert "+0.0000 [-∞, +∞] underpowered" in said.out
 
 
 def test_two_cells_beside_each_other(whole):

@@ -7,6 +7,7 @@ import numpy as np
 from kvlab.claims import base, samples
 from kvlab.claims.base import Finding
 from kvlab.claims.samples import Table
+from kvlab.evaluate.statistics import Estimate
 
 
 class Interaction(base.Test, frozen=True, kw_only=True):
@@ -14,8 +15,9 @@ class Interaction(base.Test, frozen=True, kw_only=True):
 
     Without a `ratio` the quantity is d = (both − a) − (b − full), what both lose beyond the sum of a's and b's loss.
     With one, the claim is that both lose more than `ratio` times what either does: ℓ_both − ratio · ℓ_a and
-    ℓ_both − ratio · ℓ_b, both larger than `more_than`; the smaller decides. Such differences are compared instead of a
-    quotient, since the loss below the line may be near zero (Fieller, 1954).
+    ℓ_both − ratio · ℓ_b, both larger than `more_than`; the smaller decides, and its interval holds both: from the lower of
+    the low ends to the lower of the high ones. Such differences are compared instead of a quotient, since the loss below the
+    line may be near zero (Fieller, 1954).
     """
 
     a: str
@@ -41,7 +43,7 @@ class Interaction(base.Test, frozen=True, kw_only=True):
         if self.ratio is None:
             quantity = estimate(loss[:, 2] - loss[:, 0] - loss[:, 1])
         else:
-            quantity = min((estimate(loss[:, 2] - self.ratio * loss[:, i]) for i in (0, 1)), key=lambda e: e.value)
+            quantity = _smaller(*(estimate(loss[:, 2] - self.ratio * loss[:, i]) for i in (0, 1)))
         means = [estimate(loss[:, i]) for i in range(3)]
         text = self._text(loss, samples.interval(quantity, unit), unit)
         series = {
@@ -70,3 +72,9 @@ class Interaction(base.Test, frozen=True, kw_only=True):
         axis.set_xticks(range(3), series["labels"], fontsize="small")
         axis.set_ylabel(f"loss against full, {found.unit}")
         axis.legend(frameon=False, fontsize="small")
+
+
+def _smaller(one: Estimate, other: Estimate) -> Estimate:
+    """Of two quantities with intervals that are right together: what they say of the smaller, whichever that is in truth."""
+    least = min(one, other, key=lambda each: each.value)
+    return least._replace(low=min(one.low, other.low), high=min(one.high, other.high))

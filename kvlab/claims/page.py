@@ -28,7 +28,7 @@ def write(page: Path) -> int:
             f"--page {page}: no claims in {page.parent}; write a page beside them, such as experiments/claims/README.md"
         )
     made = [_read(file) for file in files]
-    lines = [_row(name, claim, kept) for name, _, claim, kept in made]
+    lines = [_row(name, _stated(experiment, claim, kept), kept) for name, experiment, claim, kept in made]
     parts = [_section(file, name, experiment, claim, kept) for file, (name, experiment, claim, kept) in zip(files, made)]
     folder = page.parent / RESULTS
     store.write_text(page, HEAD.format(page=page, folder=folder) + "".join(lines) + "".join(parts))
@@ -47,13 +47,17 @@ def _verdict(kept: dict[str, Any] | None) -> str:
     return f"**{kept['outcome']}**" + (" (a smoke run, which says nothing)" if kept["smoke"] else "")
 
 
-def _row(name: str, claim: reading.Claim, kept: dict[str, Any] | None) -> str:
-    return f"| [{_cell(claim.statement)}](#{name}) | {_verdict(kept)} |\n"
+def _stated(experiment: config.Experiment, claim: reading.Claim, kept: dict[str, Any] | None) -> dict[str, Any]:
+    """What was registered: what the run was made with, whatever became of the file since."""
+    return kept or {"expect": experiment.expect, **{k: getattr(claim, k) for k in ("statement", "source", "holds_if")}}
+
+
+def _row(name: str, stated: dict[str, Any], kept: dict[str, Any] | None) -> str:
+    return f"| [{_cell(stated['statement'])}](#{name}) | {_verdict(kept)} |\n"
 
 
 def _section(file: Path, name: str, experiment: config.Experiment, claim: reading.Claim, kept: dict[str, Any] | None) -> str:
-    # what was registered is what the run was made with, whatever became of the file since
-    stated = kept or {"expect": experiment.expect, **{k: getattr(claim, k) for k in ("statement", "source", "holds_if")}}
+    stated = _stated(experiment, claim, kept)
     lines = [
         f"\n## {name}\n",
         f"> {_line(stated['statement'])}\n",

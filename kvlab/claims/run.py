@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,22 +41,13 @@ class Judgement:
         return f"{small}The claim {_verb(self.outcome)}. {why.name}: {why.text}{so}. {self.claim.act[ACT[self.outcome]]}"
 
     def as_json(self) -> dict[str, Any]:
-        findings = [_plain(dataclasses.asdict(f)) for f in self.findings]
+        findings = [store.plain(dataclasses.asdict(f)) for f in self.findings]
         claim = {key: getattr(self.claim, key) for key in ("statement", "source", "holds_if", "rule")}
         return {
             "name": self.name, **claim, "expect": self.expect, "outcome": self.outcome, "sentence": self.sentence,
             "alpha": self.alpha, "findings": findings, "policies": self.policies, "smoke": self.smoke, "cells": self.cells,
             "kvlab": kvlab.__version__, "code": environment.code_digest(),
         }  # fmt: skip
-
-
-def _plain(figure: Any) -> Any:
-    """The same without infinite numbers, which JSON does not have."""
-    if isinstance(figure, dict):
-        return {key: _plain(value) for key, value in figure.items()}
-    if isinstance(figure, list | tuple):
-        return [_plain(value) for value in figure]
-    return None if isinstance(figure, float) and not math.isfinite(figure) else figure
 
 
 def _verb(outcome: str) -> str:
@@ -72,6 +62,7 @@ def claim(
     accept_stale: bool = False,
     fresh: bool = False,
     keep: str | Path | None = None,
+    retry: bool = False,
 ) -> Judgement:
     """Runs what a file asks for and judges its claim; arguments and resuming as in `kvlab.run`.
 
@@ -83,7 +74,7 @@ def claim(
     cells = config.expand(experiment, overrides, smoke) if experiment.base or experiment.grid else []
     reading.complete(stated, cells)
     origin = config.origin("claim", source, overrides, smoke)
-    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, origin=origin) if cells else None
+    frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry, origin) if cells else None
     folder = run.folder(name, Path(out), smoke)
     made = judge(name, stated, experiment, cells, folder, smoke, frame)
     write(made, folder / "claim")

@@ -75,13 +75,12 @@ def fits(sample: Sample, where: dict[str, Any]) -> bool:
 
 def paired(table: Table, labels: Sequence[str], measure: str, where: dict[str, Any]) -> Pairs:
     """The samples that all of the policies have and that have the measure. Errors: ResultsError if there are none."""
-    column = measure if measure in BADNESS else None
     of = BADNESS.get(measure, lambda row: float(row[measure]))
     first, *others = (table[label] for label in labels)
     keys = [
         key
         for key, sample in first.items()
-        if fits(sample, where) and all(key in other for other in others) and (column or measure) in sample.row
+        if fits(sample, where) and all(key in other for other in others) and measure in sample.row
     ]
     if not keys:
         raise ResultsError(

@@ -46,7 +46,8 @@ class Trend(base.Test, frozen=True, kw_only=True):
         estimate = samples.slope(x, loss, pairs.clusters, self.measure, alpha, self.relative)
         unit = "of the mean" if self.relative else samples.unit(self.measure)
         series = self._levels(along, loss, pairs.clusters, alpha)
-        per = f"a doubling of {' + '.join(names)}" if self.scale == "log2" else f"for the whole of {' + '.join(names)}"
+        step = "a doubling" if self.scale == "log2" else "for the whole" if names == ["depth"] else "for one more"
+        per = f"{step} of {' + '.join(names)}"
         fall = "" if sign > 0 else " less"
         at = ", ".join(f"{samples.show(v, samples.unit(self.measure))} at {x:.4g}" for x, v in zip(series["x"], series["value"]))
         text = f"{samples.interval(estimate, unit)}{fall} {per}; losses {at}"

@@ -81,7 +81,7 @@ class Seen:
     """What a look shows: `state` is pass, fail, futile or open; `low` and `high` hold over all looks.
 
     difference, low, high: policy − reference in the items' unit. items, clusters: what was compared. chance: of a pass with all
-    samples. needed: items that settle the margin with power 0.8 if nothing changed.
+    samples, not a number while nothing is known of it. needed: items that settle the margin with power 0.8 if nothing changed.
     """
 
     state: str
@@ -109,10 +109,10 @@ def look(estimate: Callable[[float], Estimate], margin: float, plan: Plan, numbe
 
 
 def _score(estimate: Estimate, distance: float, half: float, level: float) -> float:
-    """How far from the margin, as a standard normal value as unlikely as Student's."""
+    """How far from the margin, as a standard normal value as unlikely as Student's; not a number where clusters are too few."""
     degrees = estimate.clusters if estimate.clustered else math.inf
     if not (degrees > 1 and math.isfinite(half)):
-        return 0.0
+        return math.nan
     error = half / student(1 - level, degrees)
     t = distance / error if error > 0 else math.copysign(math.inf, distance)
     tail = special.stdtr(degrees - 1, -abs(t)) if math.isfinite(degrees) else special.ndtr(-abs(t))

@@ -47,12 +47,14 @@ def kept(run: store.Run) -> Iterator[None]:
 
 def found(cells: Sequence[Cell], folder: Path) -> list[Failure]:
     """Those of the cells that failed, in their order."""
-    runs = [store.Run(folder, cell) for cell in cells]
-    return [_read(run) for run in runs if run.failed]
+    return [each for cell in cells if (each := _read(store.Run(folder, cell))) is not None]
 
 
-def _read(run: store.Run) -> Failure:
-    first, _, _ = run.error.read_text(encoding="utf-8").partition("\n")
+def _read(run: store.Run) -> Failure | None:
+    try:
+        first, _, _ = run.error.read_text(encoding="utf-8").partition("\n")
+    except FileNotFoundError:  # it has not failed, or another process is told to try it again
+        return None
     kind, _, message = first.partition(": ")
     return Failure(run.cell, kind, message, run.error)
 

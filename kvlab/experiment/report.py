@@ -38,8 +38,9 @@ def progress():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
-    return Progress(*columns, console=Console(stderr=True))
+    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    # a label may have brackets
+    return Progress(TextColumn("{task.description}", markup=False), *columns, console=Console(stderr=True))
 
 
 def counter(bar, name: str, cells: Sequence[config.Cell], folder: Path) -> Callable[[str], None]:
@@ -153,18 +154,17 @@ def reads_less(frame) -> bool:
 
 def show(experiment: config.Experiment, frame, files: list[Path], more: list) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=experiment.question, caption=escape(caption(experiment, frame)))
+    table = Table(title=experiment.question, caption=caption(experiment, frame))
     columns = [c for c in SHOWN if c in frame and (c != "read_ratio" or reads_less(frame))]
     table.add_column("policy", min_width=16)
     for column in columns:
         table.add_column(SHOWN[column][0], justify="right")
     scaled = frame.assign(resident_bytes=frame["resident_bytes"] / 1e6)
     for _, row in scaled.iterrows():
-        table.add_row(row["policy"], *(escape(cell(row, c)) for c in columns))
-    console = Console(width=None if Console().is_terminal else 240)
+        table.add_row(row["policy"], *(cell(row, c) for c in columns))
+    console = Console(width=None if Console().is_terminal else 240, markup=False)  # labels and questions may have brackets
     console.print(table)
     for other in filter(None, more):
         console.print(other)

@@ -36,11 +36,16 @@ def run(
     Errors: KvlabError with one clear line; finished batches stay. FailedCells at the end, where cells failed.
     """
     name, experiment = config.read(source)
-    if experiment.search is not None:
-        raise ConfigError(f"{name}: has a [search] table; write kvlab run FILE --search")
-    cells = config.expand(experiment, overrides, smoke)
+    cells = asked(name, experiment, overrides, smoke)
     origin = config.origin("run", source, overrides, smoke)
     return execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry, origin)
+
+
+def asked(name: str, experiment: config.Experiment, overrides: Sequence[str], smoke: bool) -> list[config.Cell]:
+    """An experiment's cells. Errors: ConfigError, also for a file that asks for a search."""
+    if experiment.search is not None:
+        raise ConfigError(f"{name}: has a [search] table; write kvlab run FILE --search")
+    return config.expand(experiment, overrides, smoke)
 
 
 def folder(name: str, out: Path, smoke: bool) -> Path:

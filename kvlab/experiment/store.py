@@ -17,6 +17,7 @@ results/<experiment>/ranking.json                 where layers were sparse one a
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,9 +71,10 @@ class Run:
         """Creates the folder, or checks that what is in it was made by the same code, weights, text and files."""
         about, self._made = self.folder / "env.json", made_by(env)
         with sharing.exclusive(self.folder.parent):
-            if about.exists() and not accept_stale:
-                check_same(self.folder, read_json(about), env)
-                self._check_merged()
+            if not accept_stale:
+                if about.exists():
+                    check_same(self.folder, read_json(about), env)
+                self._check_merged()  # batches may lie there without it
             if not about.exists():
                 self._describe()
                 write_text(about, json.dumps(env, indent=1))
@@ -167,8 +169,12 @@ def made_by(env: dict[str, Any]) -> str:
 def discard(folder: Path, cells: Iterable[Cell]) -> None:
     """Removes what cells have so far. Errors: ResultsError while another process works in the folder."""
     with sharing.alone(folder):
-        for cell in cells:
-            shutil.rmtree(folder / cell.run_id, ignore_errors=True)
+        for path in (folder / cell.run_id for cell in cells):
+            try:
+                if path.exists():
+                    shutil.rmtree(path)
+            except OSError as error:  # what stayed would be taken for finished
+                raise ResultsError(f"cannot remove {path}: {error.strerror or error}; choose another --out") from error
 
 
 def write_experiment(folder: Path, name: str, experiment: Experiment, origin: Origin, cells: Sequence[Cell]) -> None:
@@ -197,11 +203,20 @@ def check_same(folder: Path, before: dict[str, Any], env: dict[str, Any]) -> Non
             )
 
 
+def plain(figures: Any) -> Any:
+    """The same with None for what is infinite or no number, which JSON does not have."""
+    if isinstance(figures, dict):
+        return {key: plain(value) for key, value in figures.items()}
+    if isinstance(figures, list | tuple):
+        return [plain(value) for value in figures]
+    return None if isinstance(figures, float) and not math.isfinite(figures) else figures
+
+
 def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ResultsError(f"{path} cannot be read ({error}); remove its folder and run again") from error
+        raise ResultsError(f"{path} cannot be read ({error}); remove it and run again") from error
 
 
 def read_lines(path: Path) -> list[dict]:

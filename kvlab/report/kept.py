@@ -26,7 +26,7 @@ def texts(results: Results) -> dict[str, Any]:
     """What the page embeds: `policies`, `levels` and `prompts`, some of every task; `note` where the words are missing."""
     policies = list(results.rows)[:POLICIES]
     strings, prompts, note = frames._Strings(), [], ""
-    for place in _chosen(results):
+    for place in _chosen(results, policies):
         try:
             prompts.append(_prompt(results, place, policies, strings))
         except KvlabError as error:
@@ -35,9 +35,9 @@ def texts(results: Results) -> dict[str, Any]:
     return {"policies": policies, "levels": LEVELS, "prompts": prompts, "note": note}
 
 
-def _chosen(results: Results) -> list[Place]:
-    """The first prompts of each group of cells, the groups in turn."""
-    groups = {cell.group: results.folder / cell.run_id for cell in results.cells}
+def _chosen(results: Results, policies: list[str]) -> list[Place]:
+    """The first prompts of each group of cells that has one of the policies, the groups in turn."""
+    groups = {cell.group: results.folder / cell.run_id for cell in results.cells if cell.label in policies}
     queues = [_places(group, run) for group, run in groups.items()]
     chosen: list[Place] = []
     while queues and len(chosen) < PROMPTS:

@@ -37,7 +37,7 @@
       if (!(policies.value in prompt.shade)) policies.value = Object.keys(prompt.shade)[0];
       const policy = policies.value, shade = prompt.shade[policy], evidence = marks(prompt, policy), last = data.levels.length - 1;
       const pieces = document.createDocumentFragment();
-      let held = 0;
+      let held = 0, marked = 0; // of the tokens that are shown
       prompt.tokens.forEach((text, i) => {
         const token = document.createElement("span"), share = data.levels.indexOf(shade[i]) / last, mark = evidence.get(i);
         token.textContent = text === "\n" ? "⏎\n" : text;
@@ -47,7 +47,8 @@
         if (mark) {
           token.classList.add("evidence", ...(mark.right === undefined ? [] : [mark.right ? "right" : "wrong"]));
           token.title += `; part of the answer ${mark.target}`;
-          held += share / evidence.size;
+          held += share;
+          marked++;
         }
         pieces.append(token);
       });
@@ -55,7 +56,7 @@
       box.replaceChildren(pieces);
       box.scrollTop = 0;
       const cut = prompt.length > prompt.tokens.length ? `, the first ${prompt.tokens.length} shown` : "";
-      const answers = evidence.size ? `; a token of an answer by ${percent(held)}` : "";
+      const answers = marked ? `; a token of an answer by ${percent(held / marked)}` : "";
       $("#kept-sum").textContent = `${prompt.length} tokens${cut}. On average ${percent(prompt.mean[policy])} of layers and heads hold a token${answers}.`;
     }
     prompts.addEventListener("change", show);

@@ -93,7 +93,7 @@ def _question(row: dict[str, Any]) -> str:
     """The question as it was fed, or else the facts that tell this sample from its neighbours."""
     if row.get("question"):
         return _short(row["question"].strip())
-    return ", ".join(f"{name} {value}" for name, value in row.items() if isinstance(value, str) and name not in FIGURES)
+    return _short(", ".join(f"{name} {value}" for name, value in row.items() if isinstance(value, str) and name not in FIGURES))
 
 
 def _short(text: Any) -> str:

@@ -55,8 +55,14 @@ def judged(results: Results) -> list[Judged]:
 
 def _checked(results: Results) -> dict[str, list[Finding]]:
     path = results.folder / store.CHECK
-    found = [Finding(**each) for each in store.read_json(path)["findings"]] if path.exists() else []
+    found = [_finding(each) for each in store.read_json(path)["findings"]] if path.exists() else []
     return {label: [each for each in found if each.policy == label] for label in {each.policy for each in found}}
+
+
+def _finding(raw: dict[str, Any]) -> Finding:
+    """What JSON has no number for was infinite."""
+    ends = lambda name, value: value if value is not None else -math.inf if name == "low" else math.inf
+    return Finding(**{**raw, "figures": {name: ends(name, value) for name, value in raw["figures"].items()}})
 
 
 def _policy(results: Results, label: str, checked: list[Finding] | None) -> Judged:

@@ -36,7 +36,7 @@ class Judgement:
 
     def as_json(self) -> dict[str, Any]:
         findings = [dataclasses.asdict(each) for each in self.findings]
-        return {"outcome": self.outcome, "findings": findings, "drift": self.drift}
+        return store.plain({"outcome": self.outcome, "findings": findings, "drift": self.drift})
 
 
 def check(

@@ -34,6 +34,7 @@ def _arrays(run: Path) -> list[np.ndarray]:
 
 def table(drifts: dict[str, dict[str, Any]]):
     """As a table for people; None where there is nothing to show."""
+    from rich.markup import escape
     from rich.table import Table
 
     if not drifts:
@@ -46,5 +47,5 @@ def table(drifts: dict[str, dict[str, Any]]):
     for label, each in drifts.items():
         layer = int(np.argmax(each["by_layer"]))
         quarters = " ".join(f"{q:.4f}" for q in each["by_quarter"])
-        made.add_row(label, f"{each['mean']:.4f}", f"{each['by_layer'][layer]:.4f} in {layer}", quarters)
+        made.add_row(escape(label), f"{each['mean']:.4f}", f"{each['by_layer'][layer]:.4f} in {layer}", quarters)
     return made

@@ -72,7 +72,8 @@ def likelihood(policy: str, rows: Samples, margins: config.Margins) -> Finding |
 def worst(
     policy: str, rows: Samples, reference: Samples, margins: config.Margins, rules: config.Rules, context: int
 ) -> Finding | None:
-    """The weakest cell of task, length and depth; its level is shared among the cells, since the worst of many is picked."""
+    """The weakest cell of task, length and depth: of those with the worst verdict the one that loses most, so that no cell of few
+    samples passes beside a larger one. The level is shared among the cells, since the worst of many is picked."""
     if not rules.long_contexts:
         return None
     cells = _cells(rows, context // 2)
@@ -82,12 +83,13 @@ def worst(
         return Finding("worst case", policy, OPEN, text, {"contexts": contexts})
     alpha = margins.alpha / len(cells)
     verdicts = {cell: compare.answers(own, reference, rules.worst_margin, alpha) for cell, own in cells.items()}
-    found, cell = min(((v, cell) for cell, v in verdicts.items() if v is not None), key=lambda pair: pair[0].difference)
+    weakness = lambda pair: (ORDER.index(pair[0].outcome), pair[0].difference)
+    found, cell = min(((v, cell) for cell, v in verdicts.items() if v is not None), key=weakness)
     own, (name, length, depth) = cells[cell], cell
     share = statistics.proportion([row["correct"] for row in own.values()], list(compare.clusters(own).values()), margins.alpha)
     text = (
         f"{name} of {length:,} tokens, depth {depth / DEPTHS:g}–{(depth + 1) / DEPTHS:g}: {share.value:.3f} right "
-        f"[{share.low:.3f}, {share.high:.3f}], {_points(found)}; the least of {len(cells)} cells"
+        f"[{share.low:.3f}, {share.high:.3f}], {_points(found)}; the weakest of {len(cells)} cells"
     )
     return _finding("worst case", policy, found, text, "questions")
 

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from kvlab.evaluate.sequential import FAIL, FUTILE, OPEN, PASS, Seen
+from kvlab.experiment import store
 from kvlab.experiment.search.points import ANSWERS
 from kvlab.experiment.search.search import Found, Visited
 
@@ -13,10 +14,7 @@ COLOURS = {PASS: "green", FAIL: "red", FUTILE: "yellow", OPEN: "yellow"}
 
 def as_json(found: Found) -> dict[str, Any]:
     """Everything; what is infinite is null."""
-    known = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
-    visited = [
-        {**vars(each), "seen": {kind: _known(seen, known) for kind, seen in each.seen.items()}} for each in _in_order(found)
-    ]
+    visited = [store.plain(dataclasses.asdict(each)) for each in _in_order(found)]
     return {
         "path": found.search.path,
         "values": found.search.values,
@@ -29,10 +27,6 @@ def as_json(found: Found) -> dict[str, Any]:
         "batches_of_all": found.batches * len(found.names),
         "visited": visited,
     }
-
-
-def _known(seen: Seen, known) -> dict[str, Any]:
-    return {name: known(value) for name, value in dataclasses.asdict(seen).items()}
 
 
 def _in_order(found: Found) -> list[Visited]:
@@ -119,7 +113,7 @@ def show(found: Found) -> None:
     from rich.table import Table
 
     kinds = next(iter(found.visited.values())).seen
-    table = Table(title=f"{found.search.path}: {', '.join(map(_short, found.names))}")
+    table = Table(title=escape(f"{found.search.path}: {', '.join(map(_short, found.names))}"))
     for column in ("value", "state", "looks", "batches", "samples", *kinds):
         table.add_column(column, justify="left" if column in ("value", "state") else "right")
     for each in _in_order(found):
@@ -129,9 +123,9 @@ def show(found: Found) -> None:
     console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
     console.print(_caption(found), style="dim", highlight=False)
-    console.print(sentence(found), style="bold", highlight=False)
+    console.print(sentence(found), style="bold", highlight=False, markup=False)
     for name in ("search.json", "search.png"):
-        console.print(f"wrote {found.folder / name}", soft_wrap=True)
+        console.print(f"wrote {found.folder / name}", soft_wrap=True, markup=False)
 
 
 def _short(name: str) -> str:

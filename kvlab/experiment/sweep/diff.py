@@ -143,7 +143,7 @@ def beside(same: Pairs, margins: Margins) -> dict[str, Any]:
     tokens = compare.tokens(known, margins.nll_margin, margins.alpha)
     for name, found in (("accuracy", answers), ("nll", tokens)):
         if found is not None:
-            made[name] = {key: _finite(value) for key, value in dataclasses.asdict(found).items()}
+            made[name] = store.plain(dataclasses.asdict(found))
     return made
 
 
@@ -171,7 +171,3 @@ def _summary(side: Side) -> dict[str, Any]:
 def _mean(summaries: list[dict[str, Any]], name: str) -> float | None:
     values = [each[name] for each in summaries if isinstance(each.get(name), int | float) and math.isfinite(each[name])]
     return sum(values) / len(values) if values else None
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -30,8 +30,7 @@ def show(made: dict[str, Any], margins: Margins = MARGINS) -> None:
 
 
 def table(policies: dict[str, Any], margins: Margins):
-    """A row per policy and figure."""
-    from rich.markup import escape
+    """A row per policy and figure; for a console without markup, since labels and intervals have brackets."""
     from rich.table import Table
 
     drawn = Table(
@@ -44,9 +43,9 @@ def table(policies: dict[str, Any], margins: Margins):
     for label, each in policies.items():
         for name, values in each["figures"].items():
             shown = ("–" if v is None else FORMATS.get(name, "{:.4f}").format(v) for v in values)
-            drawn.add_row(escape(label), name, *shown, escape(_verdict(each, name)))
+            drawn.add_row(label, name, *shown, _verdict(each, name))
             label = ""
-        drawn.add_row(escape(label), "samples of both", "", "", f"{each['samples']}, outcome identical in {each['identical']}")
+        drawn.add_row(label, "samples of both", "", "", f"{each['samples']}, outcome identical in {each['identical']}")
     return drawn
 
 
@@ -54,5 +53,5 @@ def _verdict(each: dict[str, Any], figure: str) -> str:
     found = each.get({"accuracy": "accuracy", "delta_nll": "nll"}.get(figure, ""))
     if found is None:
         return ""
-    low, high = ("∞" if found[end] is None else f"{found[end]:+.4f}" for end in ("low", "high"))
+    low, high = (f"{sign}∞" if found[end] is None else f"{found[end]:+.4f}" for end, sign in (("low", "-"), ("high", "+")))
     return f"{found['difference']:+.4f} [{low}, {high}] {found['outcome']}"

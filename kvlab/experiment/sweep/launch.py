@@ -74,7 +74,8 @@ def local(words: list[str], workers: int, cells: Sequence[Cell], place: Path) ->
     print(f"{workers} workers in {place}, on cores {' | '.join(map(_list, shares))}, each: {shlex.join(words)}", file=sys.stderr)
     team: list[Worker] = []
     with _stopping(team), report.progress() as bar:
-        team += [_start(i, words, mine, workers, place / LOGS) for i, mine in enumerate(shares)]
+        for i, mine in enumerate(shares):  # one by one, so that those there are end where the next cannot be started
+            team.append(_start(i, words, mine, workers, place / LOGS))
         seen = report.counter(bar, place.name, cells, place)
         while any(worker.ended is None for worker in team):
             time.sleep(WAIT)

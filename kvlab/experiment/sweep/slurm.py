@@ -4,8 +4,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvlab.errors import ConfigError, ResultsError
 from kvlab.experiment import report
@@ -30,7 +31,7 @@ def run(words: list[str], workers: int, cells: Sequence[Cell], place: Path, opti
     try:
         _watch(ids, cells, place)
     except BaseException:
-        subprocess.run(["scancel", *ids], check=False)
+        _cancel(ids)
         raise
     if left := launch.unfinished(cells, place):
         raise ResultsError(
@@ -49,11 +50,28 @@ def _submit(words: list[str], workers: int, place: Path, options: Sequence[str])
     try:
         executor = submitit.SlurmExecutor(folder=(place / ".slurm").absolute())
         executor.update_parameters(**{"job_name": "kvlab", "use_srun": False, **given})
-        return [executor.submit(submitit.helpers.CommandFunction(words)) for _ in range(workers)]
+        return _all(lambda: executor.submit(submitit.helpers.CommandFunction(words)), workers)
     except ValueError as error:  # its message lists all that there is
         raise ConfigError(f"--slurm {' '.join(options)}: {' '.join(str(error).split())}") from error
     except (RuntimeError, OSError, submitit.core.utils.FailedJobError) as error:
         raise ConfigError(f"--launch slurm: {error}; it needs sbatch and squeue, and options that the cluster takes") from error
+
+
+def _all(submit: Callable[[], Any], workers: int) -> list:
+    """So many jobs, or none: those there are go where the next cannot be submitted."""
+    jobs: list[Any] = []
+    try:
+        for _ in range(workers):
+            jobs.append(submit())
+    except BaseException:
+        if jobs:
+            _cancel([job.job_id for job in jobs])
+        raise
+    return jobs
+
+
+def _cancel(ids: Sequence[str]) -> None:
+    subprocess.run(["scancel", *ids], check=False)
 
 
 def _watch(ids: Sequence[str], cells: Sequence[Cell], place: Path) -> None:

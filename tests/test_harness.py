@@ -258,10 +258,10 @@ def command(*args, cwd, **env):
         """
         import sys
         from kvlab import cli, results
-        from kvlab.experiment import run
+        from kvlab.experiment import group
         from tests import tools
         model = tools.tiny_model()
-        run.load = lambda name: model
+        group.load = lambda name: model
         cli.main()
         """
     )

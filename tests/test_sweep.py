@@ -80,9 +80,13 @@ def start(tmp_path, programs):
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         words = [sys.executable, "-m", "kvlab", command, str(file), f"--out={tmp_path / 'out'}", *options]
-        process = subprocess.Popen(
-            words, env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may not hear Ctrl-C
+        try:
+            process = subprocess.Popen(
+                words, env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         started.append(process)
         return process
 

@@ -73,10 +73,10 @@ def paired(frame):
 def clusters(frame) -> list[tuple]:
     """The context of each row, for intervals and verdicts of `kvlab.evaluate`: its `context` where it has one, else its batch.
 
-    Contexts of other prompts (`group`) are others.
+    Contexts of another model, task or seed are others; those of the same seed at another length are not.
     """
     context = frame["context"].fillna(frame["batch"]) if "context" in frame else frame["batch"]
-    return list(zip(frame["group"], context))
+    return list(zip(frame["model"], frame["task"], frame["seed"], context))
 
 
 class _Strings:

@@ -4,6 +4,8 @@ Samples are paired by model, task, seed, batch and place in it. Answers cluster 
 """
 
 import dataclasses
+import functools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,15 @@ def samples(cells: list[config.Cell], folder: Path) -> Samples:
 
 
 def clusters(rows: Samples) -> dict[tuple, tuple]:
-    """The context of each sample."""
-    return {key: (key[0], row.get("context", key[1])) for key, row in rows.items()}
+    """The context of each sample. A seed draws from the same texts whatever a task's length: such contexts are one cluster."""
+    return {key: (*drawn(key[0]), row.get("context", key[1])) for key, row in rows.items()}
+
+
+@functools.cache
+def drawn(group: str) -> tuple[str, str, int]:
+    """Model, task and seed of a group of cells (`Cell.group`)."""
+    model, task, seed = json.loads(group)
+    return model["name"], task["name"], seed
 
 
 def answers(rows: Samples, reference: Samples, margin: float, alpha: float) -> verdict.Verdict | None:

@@ -13,6 +13,11 @@ from kvlab.decode import Engine
 from kvlab.experiment import config
 from kvlab.tasks import Task
 
+ELSEWHERE = (
+    *("cli.py", "__main__.py", "bench/", "claims/", "report/", "results.py", "plan/"),
+    *("experiment/sweep/", "experiment/search/", "experiment/regression/", "experiment/report.py", "experiment/picture.py"),
+)
+
 
 def environment(engine: Engine, task: Task) -> dict[str, str]:
     """What a result depends on besides its config."""
@@ -36,10 +41,11 @@ def files_digest(cell: config.Cell) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """SHA-256 over the package's sources that can change a number."""
+    """SHA-256 over the package's sources that can change a sample: not over what judges, shows or shares out samples."""
     root = Path(kvlab.__file__).parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.parts[len(root.parts)] not in ("cli.py", "__main__.py", "bench", "claims", "report"):
-            total.update(str(path.relative_to(root)).encode() + path.read_bytes())
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(ELSEWHERE):
+            total.update(name.encode() + path.read_bytes())
     return total.hexdigest()

@@ -35,7 +35,7 @@ from kvlab.experiment.config import Cell, Experiment, Origin
 
 EXPERIMENT, CHECK = "experiment.toml", "check.json"
 
-SAME = ("code", "weights", "text", "files")  # what results must have in common to be built on
+SAME = ("code", "weights", "text", "files", "jax", "platform")  # what results must have in common to be built on
 
 
 @contextmanager

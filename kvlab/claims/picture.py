@@ -15,6 +15,7 @@ def draw(claim: Claim, findings: list[Finding], path: Path) -> Path:
     """Writes the picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyplot's backend is the caller's
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rows = -(-len(findings) // ACROSS)
     columns = min(len(findings), ACROSS)
@@ -22,6 +23,7 @@ def draw(claim: Claim, findings: list[Finding], path: Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, test, found in zip(axes, claim.tests, findings):
+        axis.xaxis.set_major_locator(MaxNLocator(5))
         test.draw(axis, found)
         beside = "" if found.decides else " (beside)"
         title = "\n".join(textwrap.wrap(f"{found.name}{beside}: {found.outcome}", 44))

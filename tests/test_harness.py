@@ -116,8 +116,16 @@ def test_an_accuracy_verdict_pairs_the_same_samples():
     mine = {key: {"correct": key[2] < 7, "context": key[1]} for key in reversed(keys)}
     made = compare.accuracy(mine, theirs, False, config.Margins(accuracy_margin=0.1))
     assert made["verdict"] == "fail" and made["accuracy_difference"] == pytest.approx(-0.3)
-    other = compare.accuracy({("elsewhere", 0, 0): {"correct": True}}, theirs, False, config.Margins())
+    elsewhere = config.Cell({"name": "m"}, {"name": "passkey"}).group
+    other = compare.accuracy({(elsewhere, 0, 0): {"correct": True}}, theirs, False, config.Margins())
     assert other["verdict"] == "no reference" and np.isnan(other["accuracy_difference"])
+
+
+def test_contexts_of_one_seed_are_one_cluster_at_any_length():
+    make = lambda length, seed: config.Cell({"name": "m"}, {"name": "needle", "length": length}, {}, (), seed).group
+    groups = [make(length, seed) for seed in (0, 1) for length in (512, 1024)]
+    found = compare.clusters({(name, batch, 0): {"context": batch} for name in groups for batch in range(3)})
+    assert len(found) == 12 and len(set(found.values())) == 6
 
 
 def test_without_a_full_cache_there_are_intervals_and_no_verdicts(on_tiny, tmp_path):

@@ -27,8 +27,8 @@ RUN = {
     "question": "What does a window lose <script>alert(1)</script>?",
     "expect": "All but a quarter of the answers.",
     "base": {"model": {"name": "tiny-recall"}},
+    "zip": {"task": [TASK, {**TASK, "length": 512}], "seed": [0, 1]},
     "grid": {
-        "task": [TASK, {**TASK, "length": 512}],
         "policy": [
             {"label": "full"},
             {"label": WINDOW, "retention": {"name": "window", "size": 64, "sinks": 4}},
@@ -286,7 +286,7 @@ def test_a_folder_without_its_experiment_still_makes_a_page(folder, tmp_path):
 
 def test_only_the_cells_of_the_last_run_are_reported(folder, tmp_path):
     some = copied(folder, tmp_path)
-    kvlab.run({**RUN, "grid": {**RUN["grid"], "task": [TASK]}}, ["task.contexts=2"], out=tmp_path)
+    kvlab.run({**RUN, "zip": {}, "grid": {**RUN["grid"], "task": [TASK]}}, ["task.contexts=2"], out=tmp_path)
     assert len(list(some.glob("*/config.toml"))) == 6 and len(data.read(some).cells) == 3
 
 
@@ -311,7 +311,7 @@ def test_unfinished_cells_are_left_out_and_named(folder, tmp_path):
 @pytest.mark.parametrize("policies", [[{"label": "full"}], [{"label": "INT8", "codec": "int8"}]])
 def test_one_policy_alone(policies, tmp_path):
     """The full cache, or another without it: nothing to compare with."""
-    kvlab.run({**RUN, "grid": {"task": [TASK], "policy": policies}}, out=tmp_path)
+    kvlab.run({**RUN, "zip": {}, "grid": {"task": [TASK], "policy": policies}}, out=tmp_path)
     path, figures = page.write(tmp_path / "page")
     outcome = {"full": "reference", "INT8": "no reference"}[policies[0].get("label")]
     assert [each["outcome"] for each in figures["verdicts"].values()] == [outcome]
@@ -356,7 +356,10 @@ def test_a_cell_runs_alone_from_its_own_file(folder, tmp_path):
 def test_commands_name_file_overrides_and_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     grid = {**RUN["grid"], "task": [TASK]}
-    tables = {key: value for key, value in RUN.items() if key != "name"} | {"grid": grid, "smoke": {"task.contexts": 1}}
+    tables = {key: value for key, value in RUN.items() if key not in ("name", "zip")} | {
+        "grid": grid,
+        "smoke": {"task.contexts": 1},
+    }
     (tmp_path / "my page.toml").write_text(tomli_w.dumps(tables))
     monkeypatch.setattr(sys, "argv", ["kvlab", "run", "my page.toml", "--smoke", "--set", "seed=5"])
     with pytest.raises(SystemExit) as stop:

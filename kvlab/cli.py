@@ -15,7 +15,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 bench = typer.Typer(no_args_is_help=True, help="Measurements that a claim rests on.")
 app.add_typer(bench, name="bench")
 
-QUICKSTART = Path("experiments/quickstart.toml")
 ON_BOTH_SIDES = ["tiny-llama", "tiny-qwen2", "tiny-gemma3", "smollm2-135m"]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as one JSON object.")]
 Set = Annotated[list[str], typer.Option("--set", help="Override: dotted.path=value. May be repeated.")]
@@ -85,13 +84,9 @@ def run(
     name, experiment = config.read(file)
     cells = _searched(experiment, set_, smoke) if search else running.asked(name, experiment, set_, smoke)
     if dry_run:
-        from kvlab.experiment.sweep import dry
-
-        made = dry.estimate(cells, out, name + "-smoke" * smoke)
-        dry.show(name, cells, made)
-        write_json(json_, made.as_json(cells))
+        _dry_run(name, cells, out, smoke, json_)
         return
-    from kvlab.experiment import failures, report, store
+    from kvlab.experiment import failures, store
     from kvlab.experiment.sweep import launch as launching
     from kvlab.experiment.sweep import slurm as jobs
 
@@ -111,12 +106,29 @@ def run(
         if not table:
             failures.raise_found(cells, place)
             return
-        try:
-            frame = running.conclude(name, experiment, cells, place)
-        except FailedCells as error:
-            if error.frame is not None:
-                write_json(json_, report.as_json(error.frame))
-            raise
+        _conclude(name, experiment, cells, place, json_)
+
+
+def _dry_run(name: str, cells: list, out: Path, smoke: bool, json_: Path | None) -> None:
+    from kvlab.experiment import run as running
+    from kvlab.experiment.sweep import dry
+
+    made = dry.estimate(cells, running.folder(name, out, smoke))
+    dry.show(name, cells, made)
+    write_json(json_, made.as_json(cells))
+
+
+def _conclude(name: str, experiment, cells: list, place: Path, json_: Path | None) -> None:
+    """The table of what is done, in JSON too, also where cells failed. Errors: FailedCells."""
+    from kvlab.experiment import report
+    from kvlab.experiment import run as running
+
+    try:
+        frame = running.conclude(name, experiment, cells, place)
+    except FailedCells as error:
+        if error.frame is not None:
+            write_json(json_, report.as_json(error.frame))
+        raise
     write_json(json_, report.as_json(frame))
 
 

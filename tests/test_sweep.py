@@ -576,7 +576,7 @@ def test_a_dry_run_says_what_a_run_takes(on_tiny, tiny, tmp_path, monkeypatch):
     policies = [*POLICIES[1:], {"retention": {"name": "snapkv", "ratio": 0.5}}]
     sweep = {**SWEEP, "base": {"model": {"name": "tiny"}}, "grid": {"task": tasks, "policy": policies}}
     cells = config.expand(config.read(sweep)[1])
-    said = dry.estimate(cells, tmp_path, "sweep")
+    said = dry.estimate(cells, tmp_path / "sweep")
     assert said.batches == 12 and said.finished == 0 and said.basis.startswith("a guess") and 0 < said.minutes < 10
     for each in (loop.prefill, loop.fill, loop.decode):
         each.clear_cache()
@@ -586,16 +586,16 @@ def test_a_dry_run_says_what_a_run_takes(on_tiny, tiny, tmp_path, monkeypatch):
     files = [path for cell in cells for path in (tmp_path / "sweep" / cell.run_id).rglob("*") if path.is_file()]
     written = sum(path.stat().st_size for path in files)
     assert written / 1.5 < said.disk < written * 1.5
-    again = dry.estimate(cells, tmp_path, "sweep")
+    again = dry.estimate(cells, tmp_path / "sweep")
     assert (again.finished, again.minutes, again.disk) == (12, 0, 0)
-    other = dry.estimate(cells, tmp_path, "other")
+    other = dry.estimate(cells, tmp_path / "other")
     assert other.basis == "times of 12 finished batches" and 0 < other.minutes < 10
 
 
 def test_a_dry_run_says_which_cells_would_fail(tmp_path, capsys):
     policies = [{"label": "full"}, {"retention": {"name": "gated", "gate": str(tmp_path / "none.safetensors"), "ratio": 0.5}}]
     cells = config.expand(config.read({**SWEEP, "grid": {"policy": policies}})[1])
-    made = dry.estimate(cells, tmp_path, "sweep")
+    made = dry.estimate(cells, tmp_path / "sweep")
     dry.show("sweep", cells, made)
     assert made.traces == {"prefill": 1, "fill": 1, "decode": 1} and "would fail: gated" in capsys.readouterr().out
 
@@ -604,7 +604,7 @@ def test_a_dry_run_does_not_fetch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
     for name in ("smollm2-135m", "hf:nobody/nothing"):
         cells = config.expand(config.read({**SWEEP, "base": {**SWEEP["base"], "model": {"name": name}}})[1])
-        made = dry.estimate(cells, tmp_path, "sweep")
+        made = dry.estimate(cells, tmp_path / "sweep")
         assert made.traces is None and made.missing == (name,) and made.batches == BATCHES
         dry.show("sweep", cells, made)
         assert f"kvlab fetch {name}" in capsys.readouterr().out

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-from kvlab import parts
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.core import PAGE
 from kvlab.decode import bucket, budgets, needs, per_layer
 from kvlab.errors import KvlabError
 from kvlab.experiment import compare, config, store
+from kvlab.experiment.decoded import ENTROPY_STEPS, FULL
 from kvlab.experiment.sweep import pace
 from kvlab.experiment.sweep.pace import Seen
 from kvlab.models.config import ModelConfig
@@ -27,10 +27,8 @@ from kvlab.needs import REPLAYED
 from kvlab.tasks import Batch
 
 LOOKED_AT = 4  # batches of each model and task whose shapes are looked at
-STEPS = 4  # steps of a batch whose entropy is kept
 LISTS = 4  # figures per token in a row that compares logits
 HEADER = 280  # bytes of an array in an archive, besides its numbers
-FULL = parts.policy({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +53,9 @@ class Estimate:
         return {"cells": listed, **dataclasses.asdict(self)}
 
 
-def estimate(cells: Sequence[config.Cell], out: Path, name: str) -> Estimate:
-    """What the cells would take, beside what the results folder `out/name` has of them. Errors: KvlabError, as the run's own."""
-    runs = [store.Run(out / name, cell) for cell in cells]
+def estimate(cells: Sequence[config.Cell], place: Path) -> Estimate:
+    """What the cells would take, beside what their results folder has of them. Errors: KvlabError, as the run's own."""
+    runs = [store.Run(place, cell) for cell in cells]
     counts = [cell.make_task().count() for cell in cells]
     done = sum(len(run.numbers()) for run in runs)
     if missing := tuple(sorted({m for cell in cells if not here(m := cell.model.get("name", ""))})):
@@ -70,7 +68,7 @@ def estimate(cells: Sequence[config.Cell], out: Path, name: str) -> Estimate:
     failing, seen = tuple(text for group in looked for text in group.failing), [group for group in looked if group.cells]
     traces = programs(seen)
     left = {run.cell.run_id: (count - len(run.numbers())) / count for run, count in zip(runs, counts)}
-    seconds, basis = pace.duration(seen, left, pace.history(out), sum(traces.values()))
+    seconds, basis = pace.duration(seen, left, pace.history(place.parent), sum(traces.values()))
     return Estimate(sum(counts), done, traces, seconds / 60, basis, round(sum(disk(group, left) for group in seen)), (), failing)
 
 
@@ -178,7 +176,7 @@ def _batch_bytes(group: Seen, batch: Batch, policies: tuple) -> float:
     m, B, n = group.model, len(batch.rows), batch.new_tokens
     slots = max(budgets(policies, max(map(len, batch.prompts)), n))
     kept = len(batch.prompts) * m.layers * m.kv_heads * slots * 4
-    entropy = min(STEPS, n) * m.layers * B * m.heads * 4
+    entropy = min(ENTROPY_STEPS, n) * m.layers * B * m.heads * 4
     drift = n * m.layers * B * 4 if group.task.compares_logits else 0
     prompts = 4 * sum(map(len, batch.prompts))
     arrays = 0.07 * kept + 0.8 * (entropy + drift) + 0.4 * prompts + B * n

@@ -367,7 +367,7 @@ def test_every_claim_of_the_repository_is_complete(file, smoke):
     claim = reading.read(name, experiment)
     cells = config.expand(experiment, (), smoke) if experiment.base else []
     reading.complete(claim, cells)
-    assert "Registered before the run" in experiment.expect and bool(cells) == any(test.bounds for test in claim.tests)
+    assert "Registered before the run" in experiment.expect and bool(cells) == any(test.labels for test in claim.tests)
     assert file.read_text().startswith(f"# kvlab claim experiments/claims/{file.name}\n")
 
 
@@ -398,9 +398,10 @@ def test_failed_cells_are_tried_again_as_their_error_says(monkeypatch):
         raise FailedCells(f"retry {asked.bind(*args).arguments['retry']}", 1)
 
     monkeypatch.setattr(run.run, "execute", execute)
+    source = next(file for file in FILES if file.stem == "entropy")
     for options, retry in (([], False), (["--retry"], True)):
         with pytest.raises(FailedCells, match=f"retry {retry}"):
-            cli.app(["claim", str(FILES[0]), *options], standalone_mode=False)
+            cli.app(["claim", str(source), *options], standalone_mode=False)
 
 
 def test_the_smoke_of_a_file_on_tiny_recall_and_the_page(tmp_path, monkeypatch, capsys):
@@ -428,6 +429,12 @@ def test_the_smoke_of_a_file_on_tiny_recall_and_the_page(tmp_path, monkeypatch, 
         assert f"]({image})" in text and (folder / image).exists()
     with pytest.raises(ConfigError, match="no claims in"):
         page.write(tmp_path / "README.md")
+
+
+def test_a_claim_without_a_model_takes_no_overrides(tmp_path):
+    source = next(file for file in FILES if file.stem == "memory_figures")
+    with pytest.raises(ConfigError, match="no cell that task.length=64 could change"):
+        run.claim(source, ["task.length=64"], out=tmp_path)
 
 
 def test_a_verdict_stands_beside_the_statement_that_it_is_about(tmp_path):

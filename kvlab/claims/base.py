@@ -63,6 +63,7 @@ class Finding:
       items, clusters: samples, and contexts or documents that they come from.
       clusters_needed: to settle it with power 0.8 if the truth is `value`; infinite where that is `more_than`.
       series: what the picture shows, lists by name.
+      table: figures that are too many for a sentence, rows of texts by column.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Finding:
     clusters: int = 0
     clusters_needed: float = math.inf
     series: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
 
 def whiskers(value, low, high, factor: float = 1.0):
@@ -114,6 +116,13 @@ def outcome(findings: Iterable[Finding], rule: str) -> str:
 def share(alpha: float, tests: Iterable[Test]) -> float:
     """Alpha shared among the intervals that decide (Bonferroni), so that they are right together."""
     return alpha / max(sum(test.bounds for test in tests if test.decides), 1)
+
+
+def level(alpha: float, samples: bool, kinds: Iterable[str]) -> str:
+    """What the intervals of a claim are, in words; nothing where it has none."""
+    if not samples and "timed" not in kinds:
+        return ""
+    return f"[low, high]: intervals of {1 - 2 * alpha:.1%}, by {'context or document' if samples else 'round'}."
 
 
 def finding(test: Test, kind: str, estimate: Estimate, alpha: float, unit: str, text: str, **series) -> Finding:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvlab.claims import reading
+from kvlab.claims import base, reading
 from kvlab.errors import ConfigError
 from kvlab.experiment import config, store
 
@@ -81,7 +81,9 @@ def _table(kept: dict[str, Any]) -> str:
     for each in kept["findings"]:
         beside = "" if each["decides"] else " *(beside)*"
         rows.append(f"| {_cell(each['name'])}{beside} | {_cell(each['text'])} | {each['outcome']} |")
-    made = "\n".join(rows) + "\n"
+    level = base.level(kept["alpha"], bool(kept["policies"]), [each["kind"] for each in kept["findings"]])
+    made = "\n".join(rows) + "\n" + (f"\n{level}\n" if level else "")
+    made += "".join(_figures(each) for each in kept["findings"])
     if kept["policies"]:
         known = [c for c in FIGURES if any(c in row for row in kept["policies"].values())]
         rows = ["| policy | " + " | ".join(FIGURES[c][0] for c in known) + " |", "|---" * (len(known) + 1) + "|"]
@@ -89,8 +91,18 @@ def _table(kept: dict[str, Any]) -> str:
             f"| {_cell(label)} | " + " | ".join(_figure(row, column) for column in known) + " |"
             for label, row in kept["policies"].items()
         ]
-        made += f"\nIntervals of {1 - 2 * kept['alpha']:.1%}, by context or document.\n\n" + "\n".join(rows) + "\n"
+        made += "\n" + "\n".join(rows) + "\n"
     return made
+
+
+def _figures(found: dict[str, Any]) -> str:
+    """A test's own table, where it has one; findings that were kept before there were any have none."""
+    if not found.get("table"):
+        return ""
+    columns = list(found["table"][0])
+    rows = ["| " + " | ".join(map(_cell, columns)) + " |", "|---" * len(columns) + "|"]
+    rows += ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in found["table"]]
+    return f"\n{_line(found['name'])}:\n\n" + "\n".join(rows) + "\n"
 
 
 FIGURES = {

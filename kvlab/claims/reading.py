@@ -8,9 +8,16 @@ import msgspec
 from kvlab.claims.base import Test
 from kvlab.claims.column import Column
 from kvlab.claims.interaction import Interaction
+from kvlab.claims.locality import Locality
 from kvlab.claims.memory import Memory
+from kvlab.claims.miss_rates import MissRates
+from kvlab.claims.padding import Padding
 from kvlab.claims.pair import Pair
+from kvlab.claims.product_time import ProductTime
+from kvlab.claims.read_time import ReadTime
+from kvlab.claims.row_time import RowTime
 from kvlab.claims.samples import Sample, fits
+from kvlab.claims.step_time import StepTime
 from kvlab.claims.trend import Trend
 from kvlab.errors import ConfigError, nearest
 from kvlab.experiment import config
@@ -21,6 +28,13 @@ KINDS: dict[str, type[Test]] = {
     "pair": Pair,
     "memory": Memory,
     "column": Column,
+    "locality": Locality,
+    "miss_rates": MissRates,
+    "read_time": ReadTime,
+    "product_time": ProductTime,
+    "padding": Padding,
+    "row_time": RowTime,
+    "step_time": StepTime,
 }
 ACTS = ("holds", "fails", "underpowered")
 

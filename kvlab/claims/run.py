@@ -11,6 +11,7 @@ from kvlab.claims import base, picture, reading, samples
 from kvlab.claims.base import FAILS, HOLDS, OPEN, Finding
 from kvlab.claims.column import Column
 from kvlab.claims.reading import Claim
+from kvlab.errors import ConfigError
 from kvlab.experiment import config, environment, report, run, store
 
 ACT = {HOLDS: "holds", FAILS: "fails", OPEN: "underpowered"}  # outcome → key of `claim.act`
@@ -72,6 +73,8 @@ def claim(
     name, experiment = config.read(source)
     stated = reading.read(name, experiment)
     cells = config.expand(experiment, overrides, smoke) if experiment.base or experiment.grid else []
+    if overrides and not cells:
+        raise ConfigError(f"{name} runs no model, so there is no cell that {', '.join(overrides)} could change; edit its tests")
     reading.complete(stated, cells)
     origin = config.origin("claim", source, overrides, smoke)
     frame = run.execute(name, experiment, cells, Path(out), smoke, accept_stale, fresh, retry, origin) if cells else None
@@ -107,8 +110,8 @@ def show(made: Judgement) -> None:
     from rich.table import Table
 
     colours = {HOLDS: "green", FAILS: "red", OPEN: "yellow"}
-    level = f"[low, high]: {1 - 2 * made.alpha:.1%} intervals by context or document"
-    table = Table(title=escape(f"claim: {made.claim.statement}"), caption=escape(level) if made.cells else None)
+    level = base.level(made.alpha, bool(made.cells), [each.kind for each in made.findings])
+    table = Table(title=escape(f"claim: {made.claim.statement}"), caption=escape(level) or None)
     for column in ("test", "decides", "what was seen", ""):
         table.add_column(column)
     for each in made.findings:

@@ -409,6 +409,63 @@ def select(
 
 
 @bench.command()
+def reorder(
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    length: Annotated[list[int], typer.Option(help="Prompt tokens. May be repeated.")] = [2048, 4096],  # noqa: B006
+    codec: Annotated[str, typer.Option(help="What is placed: raw, int8 and so on.")] = "raw",
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 5,
+    json_: Json = None,
+) -> None:
+    """The share of prefill that placing keys and values takes, by layout, and what a second pass would."""
+    from kvlab.bench import reorder as module
+
+    write_json(json_, module.main(model, length, codec, pairs))
+
+
+@bench.command()
+def layouts(
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens in the cache; may be repeated.  [default: 4096, 32768, 65536]")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 9,
+    fused: Annotated[int, typer.Option(help="Tokens for the policy of a gate, INT8 and tiles.")] = 65_536,
+    sparsity: Annotated[float, typer.Option(help="Share that this policy leaves out.")] = 0.9,
+    json_: Json = None,
+) -> None:
+    """Attention over everything by layout, codec and length; and a gate, INT8 and tiles in one policy."""
+    from kvlab.bench import layouts as module
+
+    write_json(json_, module.main(length or list(module.LENGTHS), pairs, fused, sparsity))
+
+
+@bench.command()
+def kernels(
+    device: Annotated[str, typer.Option(help="gpu: speed too; cpu: tiny, step by step, right or wrong only.")] = "gpu",
+    lower: Annotated[bool, typer.Option("--lower", help="Only lower every case for an NVIDIA GPU; needs none.")] = False,
+    dtype: Annotated[list[str], typer.Option(help="float32 (only checked), bfloat16 or int8; all by default. Repeatable.")] = [],  # noqa: B006
+    time_limit: Annotated[float, typer.Option(help="Seconds after which it stops with what it has.")] = 280.0,
+    out: Annotated[Path | None, typer.Option(help="Folder of results; results/kernels for a GPU.")] = None,
+    json_: Json = None,
+) -> None:
+    """Decode attention by kernels in every layout, beside jax's own: right, then how near to the memory's copy. Exit code 1 if a
+    case is wrong, or with --lower does not lower."""
+    from kvlab.bench.kernels import lower as lowering
+    from kvlab.bench.kernels import run as module
+    from kvlab.bench.kernels.setting import EXACT
+
+    if lower:
+        figures = lowering.main(tuple(dtype) or EXACT)
+        failed = figures["failed"]
+    else:
+        figures = module.main(device, time_limit, dtype, out or (Path("results/kernels") if device == "gpu" else None))
+        failed = [figures["wrong"]] if figures["wrong"] else []
+    write_json(json_, figures)
+    if failed:
+        print(f"error: {'does not lower' if lower else 'wrong'}: {'; '.join(failed)}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@bench.command()
 def agree(
     file: Annotated[Path, typer.Option(help="The experiment whose needle prompts are used.")] = Path(
         "experiments/quickstart.toml"
@@ -477,8 +534,8 @@ def beside(
     length: Annotated[int, typer.Option(help="Tokens of a context.")] = 2048,
     contexts: Annotated[int, typer.Option(help="Contexts with needles.")] = 4,
     needles: Annotated[int, typer.Option(help="Needles, and so questions, of each context.")] = 10,
-    documents: Annotated[int, typer.Option(help="Documents whose likelihood is compared; 0 for none.")] = 4,
-    known: Annotated[bool, typer.Option(help="Also with the question known, for tova and snapkv.")] = True,
+    documents: Annotated[int, typer.Option(help="Documents whose likelihood is compared; 0 for none.")] = 2,
+    known: Annotated[int, typer.Option(help="Contexts whose questions tova and snapkv know beforehand; 0 for none.")] = 1,
     pairs: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 1,
     table: Annotated[Path | None, typer.Option(help="Where to write the rows, as Markdown.")] = None,
     json_: Json = None,

@@ -2,20 +2,26 @@
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 import jax
 
 
 class Compilations:
-    """Counts XLA's compilations from now on."""
+    """Counts XLA's compilations from now on, by the name of what was traced."""
 
     def __init__(self):
-        self.count = 0
+        self.by_name: Counter[str] = Counter()
         jax.monitoring.register_event_duration_secs_listener(self._see)
 
-    def _see(self, event: str, duration_secs: float, **more: str | int) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+    @property
+    def count(self) -> int:
+        return self.by_name.total()
+
+    def _see(self, event: str, duration_secs: float, fun_name: str | int = "", **more: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.by_name[str(fun_name)] += 1
 
 
 @contextlib.contextmanager

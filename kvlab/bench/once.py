@@ -1,10 +1,13 @@
-"""A retention for comparisons with libraries that compress a prompt and keep all that comes afterwards."""
+"""Retentions for comparisons with libraries that compress a prompt and keep all that comes afterwards."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from kvlab.core import kept, part, static
+from kvlab.core import PAGE, Cache, Retention, kept, part, static
+from kvlab.policy import Policy
 from kvlab.retention.combinator import Combinator
 from kvlab.selection import choose
 
@@ -56,7 +59,43 @@ class Once(Combinator):
         return state
 
     def shares(self, priority, pos, budget):
-        return (priority > -jnp.inf).sum(-1, dtype=jnp.int32) + self.room
+        """What each head keeps and room; the last head also gets the pages that rounding spares in this prompt or another.
+
+        So all prompts, and all layers, have pools of one size and share their programs.
+        """
+        mine = (priority > -jnp.inf).sum(-1, dtype=jnp.int32) + self.room
+        heads = mine.shape[1]
+        most = heads * (kept(self.length, self.ratio) + self.room) // PAGE + heads
+        spare = most - (-(-mine // PAGE)).sum(-1)
+        return mine.at[:, -1].add(spare * PAGE)
 
     def visibility(self):
         return super(Combinator, self).visibility()
+
+
+@part
+class Onward(Retention):
+    """What a cache goes on with that `Once` has filled: everything stays, and how the prompt was ranked is forgotten.
+
+    It knows no method, so the caches of all methods go through the same programs.
+
+    Fields:
+      uneven: whether heads have pages of one pool.
+    """
+
+    uneven: Any = static(default=False)
+    evicts = False
+
+    def priority(self, state, pos, now):
+        return pos
+
+
+def onward(policies: Sequence[Policy], caches: Sequence[Cache]) -> tuple[tuple[Policy, ...], tuple[Cache, ...]]:
+    """Filled caches whose policies no longer say which method filled them; those of local layers stay as they are."""
+    once = [isinstance(policy.retention, Once) for policy in policies]
+    after = lambda policy: dataclasses.replace(policy, retention=Onward(policy.retention.uneven))
+    bare = lambda cache: dataclasses.replace(cache, retained=(), carried={})
+    return (
+        tuple(after(policy) if mine else policy for policy, mine in zip(policies, once)),
+        tuple(bare(cache) if mine else cache for cache, mine in zip(caches, once)),
+    )

@@ -59,6 +59,15 @@ def prefill(name: str, ids: list[int], attention: str = "eager") -> Prompted:
     kvpress spares a model's local layers only where the model's class is one that it knows; here they never come to a press.
     """
     model = peers.load(name)
+    model.set_attn_implementation(attention)
+    at = passed(model, ids)
+    if len(at.layers) < model.config.num_hidden_layers:
+        _alone(model, [module for module, *_ in at.layers])
+    return at
+
+
+def passed(model, ids: list[int]) -> Prompted:
+    """A prompt through transformers' model once, with what each layer hands a press; any number of presses may go by it."""
     import torch
     from kvpress.presses.base_press import BasePress
     from transformers import DynamicCache
@@ -71,12 +80,9 @@ def prefill(name: str, ids: list[int], attention: str = "eager") -> Prompted:
                 layers.append((module, hidden_states, keys, values, attentions, kwargs))
             return keys, values
 
-    model.set_attn_implementation(attention)
     cache = DynamicCache()
     with Watch()(model):
         model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    if len(layers) < model.config.num_hidden_layers:
-        _alone(model, [module for module, *_ in layers])
     return Prompted(model, ids, layers, cache)
 
 

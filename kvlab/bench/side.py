@@ -1,11 +1,14 @@
-"""kvlab's side of a comparison with kvpress's pipeline, timed: a policy of each method, answers, likelihoods."""
+"""kvlab's side of a comparison with kvpress's pipeline, timed: a policy of each method, answers, logits."""
 
+import dataclasses
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvlab import models, parts
 from kvlab.bench import parity
+from kvlab.bench.once import onward
 from kvlab.core import PAGE
 from kvlab.decode import Engine, Prefilled, needs
 from kvlab.policy import Policy
@@ -34,19 +37,28 @@ class Ours:
         return self.engine.prefill(batch.prompts, needs([policy(method, 0.5, batch) for method in methods]))
 
     def answers(self, prompt: Prefilled, method: str, ratio: float, batch: Batch, new_tokens: int) -> tuple[list[str], float]:
-        """The greedy answer of each sample, and seconds; of the prefill only a replay, for the method that needs it."""
+        """The greedy answer of each sample, and seconds; of the prefill only a replay, for the method that needs it.
+
+        All questions of the prompts go through together as one chunk each, then the answers step by step.
+        """
         begin = time.perf_counter()
-        session = self._start(prompt, method, ratio, batch)
-        for _ in range(max(map(len, batch.forced)) - 1 + new_tokens):
-            session.run(1)
-        seconds = time.perf_counter() - begin + (prompt.replay_seconds if method in REPLAYS else 0.0)
-        return [self.engine.model.tokenizer.decode(ids[:new_tokens]) for ids in session.answers()], seconds
+        session = self._asked(prompt, method, ratio, batch)
+        session.extend(batch.forced)
+        if new_tokens > 1 and not session.done:
+            session.run(new_tokens - 1)
+        texts = [self._text(ids) for ids in session.tokens[:, 1:]]  # the first was sampled before the question
+        return texts, time.perf_counter() - begin + (prompt.replay_seconds if method in REPLAYS else 0.0)
 
-    def logits(self, prompt: Prefilled, method: str, ratio: float, batch: Batch) -> np.ndarray:
-        """Logits `[steps, B, V]` of what follows each prompt."""
-        session = self._start(prompt, method, ratio, batch)
-        return np.stack([np.asarray(session.run(1, ("logits",)).logits[0]) for _ in range(batch.new_tokens)])
+    def logits(self, prompt: Prefilled, method: str, ratio: float, batch: Batch, turns: Sequence[Sequence[int]]) -> np.ndarray:
+        """Logits `[B, T, V]` after every token of a turn of each sample, fed as one chunk."""
+        return self._asked(prompt, method, ratio, batch).predict(turns)
 
-    def _start(self, prompt: Prefilled, method: str, ratio: float, batch: Batch) -> Session:
-        made = policy(method, ratio, batch)
-        return self.engine.start(prompt, made, batch.new_tokens, batch.rows, batch.forced, self.engine.model.stops)
+    def _asked(self, prompt: Prefilled, method: str, ratio: float, batch: Batch) -> Session:
+        """A session with a row for each sample, from caches that each prompt filled once."""
+        session = self.engine.start(prompt, policy(method, ratio, batch), batch.new_tokens, stops=self.engine.model.stops)
+        session.policies, caches = onward(session.policies, session.state.caches)
+        session.state = dataclasses.replace(session.state, caches=caches)
+        return session.rows(batch.rows)
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self.engine.model.tokenizer.decode([i for i in ids.tolist() if i >= 0 and i not in self.engine.model.stops])

@@ -40,8 +40,30 @@ static = functools.partial(dataclasses.field, metadata={"static": True})
 
 @dataclass_transform(frozen_default=True)
 def part(cls):
-    """Class decorator: a frozen dataclass that is a pytree; fields made with `static()` are not leaves."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    """Class decorator: a frozen dataclass that is a pytree; fields made with `static()` are not leaves.
+
+    The class itself belongs to what jit tells apart: with `jax.tree_util.register_dataclass`, structures of two classes are equal
+    where their static fields are, and then one part may run the program of another.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for field in dataclasses.fields(cls):
+        names[field.metadata.get("static", False)].append(field.name)
+    leaves, fixed = names[False], names[True]
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+
+    def flatten(x):
+        return [getattr(x, name) for name in leaves], (cls, *[getattr(x, name) for name in fixed])
+
+    def flatten_with_keys(x):
+        values, about = flatten(x)
+        return list(zip(keys, values)), about
+
+    def unflatten(about, values):
+        return cls(**dict(zip(leaves, values)), **dict(zip(fixed, about[1:])))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
 
 
 # ---------------------------------------------------------------------------------------------------- the four parts
@@ -202,13 +224,22 @@ class Layout:
       whole_pages: pages are immutable once written, so tokens cannot be replaced one by one.
       by_page: pages lie apart, so products of few queries go page by page, and named pages are read one at a time.
       shares: rows may share pages, so how many there are in all is for the host to say (`rows`).
-      overhead: bytes that a page of a row and head takes besides its codes.
+      native: pages that `scores` and `mix` take at a time where codes are the numbers themselves, because products with
+        canonical codes would be copies here; 0: the codec's own products are as good.
     """
 
     whole_pages = False
     by_page = False
     shares = False
-    overhead = 0
+    native = 0
+
+    def at(self, layer: int, model) -> "Layout":
+        """The part for one layer of a model (`ModelConfig`), for parts that differ by layer; idempotent."""
+        return self
+
+    def overhead(self, codec: Codec, dim: int, pages: int) -> int:
+        """Bytes that a page of a row and head takes besides its codes, in a cache of so many pages."""
+        return 0
 
     def pack(self, code, held_BHN):
         """Memory that holds canonical codes `[B, H, N, p, C]`; pages that are not `held` will be written before they are read."""
@@ -250,6 +281,14 @@ class Layout:
         """Canonical codes of named slots, as `[B, H, R, 1, C]`; a page's parameters are repeated for each."""
         raise NotImplementedError
 
+    def scores(self, memory, query_BHQD, start, pages: int):
+        """Where `native`: dot products `[B, H, Q, N, P]` with the keys of consecutive pages of numbers."""
+        raise NotImplementedError
+
+    def mix(self, memory, weight_BHQNP, start):
+        """Where `native`: weighted sums `[B, H, Q, D]` of the values of consecutive pages of numbers."""
+        raise NotImplementedError
+
 
 class Pages(NamedTuple):
     """A selection's answer: pages to read, `[B, H, R]`, padded with −1 at the end.
@@ -278,11 +317,12 @@ class Around(NamedTuple):
     """What a selection may use besides its own state.
 
     `shared` is what a layer before passed on, or None; `logits()` gives the exact logits `[B, H, Q, N, P]` of all that is
-    stored, which reads every key.
+    stored, which reads every key; `implementation` is the policy's, for selections that have a kernel.
     """
 
     shared: Any
     logits: Callable[[], Any]
+    implementation: str = "xla"
 
 
 class Selection:
@@ -291,11 +331,13 @@ class Selection:
     Attributes:
       reads_all: nothing is left out, so attention is over every visible token.
       by_position: slots of different layers must hold the same tokens, so no layer may evict.
+      single: it is known to answer in `Tokens`, which not everything reads.
       from_prompt: `start` learns from the prompt's keys, so the prompt must be there at once.
     """
 
     reads_all = False
     by_position = False
+    single: Any = False
     from_prompt: Any = False
 
     def at(self, layer: int, model, token_bytes: float) -> "Selection":

@@ -19,6 +19,7 @@ from kvlab import compilation, loop, replay
 from kvlab.attention import PREFILL_BLOCK
 from kvlab.core import EMPTY, PAGE, Cache, Record
 from kvlab.errors import CapacityError, ConfigError
+from kvlab.kernels import backends
 from kvlab.loop import State
 from kvlab.models import Model
 from kvlab.models.config import ModelConfig
@@ -43,12 +44,17 @@ class Prefilled(NamedTuple):
 
 
 class Engine:
-    """A model ready to prefill and decode; policies come with each session."""
+    """A model ready to prefill and decode; policies come with each session.
 
-    def __init__(self, model: Model):
+    `implementation` is what computes the attention of prompts, a name of `kvlab.kernels.backends`.
+    """
+
+    def __init__(self, model: Model, implementation: str = "xla"):
+        backends.known(implementation)
         compilation.use_private_cache()
         self.model = model
         self.config = model.config
+        self.implementation = implementation
 
     def prefill(self, prompts: Sequence[Sequence[int]], needs: Iterable[str] = (), block: int = PREFILL_BLOCK) -> Prefilled:
         """Runs the prompts (token ids, ragged) together, exactly.
@@ -56,13 +62,15 @@ class Engine:
         Args:
           needs: what policies need of the prompt besides keys and values (`Retention.needs`).
           block: queries and keys that meet at a time, a power of two: another one sums in another order, and changes no more.
-        Errors: CapacityError for an empty or too long prompt, also where the replay that a policy needs does not fit.
+        Errors: CapacityError for an empty or too long prompt, also where the replay that a policy needs does not fit;
+        RefusedPolicy where this machine cannot run the engine's implementation.
         """
         tokens, needs = padded(prompts, bucket(self._longest(prompts))), frozenset(needs)
         begin = time.perf_counter()
         done = loop.prefill(
-            self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED, min(block, tokens.shape[1])
-        )
+            self.config, self.model.params, tokens, _lengths(prompts), needs - REPLAYED, min(block, tokens.shape[1]),
+            self.implementation,
+        )  # fmt: skip
         records, logits = jax.block_until_ready(done)
         prompt = Prefilled(prompts, records, logits, time.perf_counter() - begin)
         return self._replayed(prompt) if "importance" in needs else prompt
@@ -188,7 +196,7 @@ def per_layer(policy: Policy | Sequence[Policy], config: ModelConfig) -> tuple[P
         if len(policies) != config.layers:
             raise ConfigError(f"{len(policies)} policies for a model of {config.layers} layers; give one, or one per layer")
     else:
-        local = lambda w: Policy(Window(w, 0), policy.codec, policy.layout, ReadAll())
+        local = lambda w: Policy(Window(w, 0), policy.codec, policy.layout, ReadAll(), policy.implementation)
         windows = (config.window(layer) for layer in range(config.layers))
         policies = tuple(policy if w is None else local(w) for w in windows)
     return tuple(each.at(layer, config) for layer, each in enumerate(policies))

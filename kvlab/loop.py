@@ -14,6 +14,7 @@ from jax import lax
 
 from kvlab import attention, compilation, reading, sampling
 from kvlab.core import EMPTY, PAGE, Cache, Record, part
+from kvlab.kernels import prefill as kernels
 from kvlab.models.config import ModelConfig
 from kvlab.models.transformer import bind
 from kvlab.needs import Pass, Prompt, of_prompt, of_tokens
@@ -58,14 +59,18 @@ class Steps(NamedTuple):
     followed: Any = None
 
 
-@functools.partial(jax.jit, static_argnames=("config", "needs", "block"), compiler_options=compilation.memory_first())
+@functools.partial(
+    jax.jit, static_argnames=("config", "needs", "block", "implementation"), compiler_options=compilation.memory_first()
+)
 def prefill(
-    config: ModelConfig, params, tokens_BT, length_B, needs: frozenset = frozenset(), block: int = attention.PREFILL_BLOCK
-):
+    config: ModelConfig, params, tokens_BT, length_B, needs: frozenset = frozenset(), block: int = attention.PREFILL_BLOCK,
+    implementation: str = "xla",
+):  # fmt: skip
     """Records of all layers and the logits after each row's last token. Pads lie on the right.
 
     `needs` names what the records hold besides keys and values (`kvlab.needs`), without a replay; `block` is how many queries
-    and keys meet at a time, which changes only how sums are rounded.
+    and keys meet at a time, and `implementation` what computes attention (`kvlab.kernels.backends`): both change only how sums
+    are rounded. Kernels take smaller blocks where theirs are smaller, and skip pads, whose keys and values mean nothing.
     """
     model = bind(config, params)
     pos_T = jnp.arange(tokens_BT.shape[1])
@@ -78,7 +83,9 @@ def prefill(
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         prompt = Prompt(query, key, pos_BT, spec, frequency)
         records.append(Record(key, value, pos_BT, {**own, **of_prompt(prompt, needs)}))
-        return attention.prefill(query, key, value, spec, block, block)
+        if implementation == "xla":
+            return attention.prefill(query, key, value, spec, block, block)
+        return kernels.prefill(query, key, value, length_B, spec, block, implementation)
 
     x = model(tokens_BT, pos_T[None], attend)
     return tuple(records), model.logits(_last(x, length_B))
@@ -107,9 +114,12 @@ def pages(policy: Policy, record: Record, budget: int) -> jax.Array:
     return policy.pages(record, budget)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="caches")
-def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, length_B):
-    """Feeds a chunk of `length` tokens per row from position `first` on: the new caches, and logits after the last one."""
+@functools.partial(jax.jit, static_argnames=("config", "every"), donate_argnames="caches")
+def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, length_B, every: bool = False):
+    """Feeds a chunk of `length` tokens per row from position `first` on: the new caches, and logits `[B, V]` after the last one.
+
+    With `every`, logits `[B, T, V]` after each of them; those of pads mean nothing.
+    """
     model = bind(config, params)
     step_T = jnp.arange(tokens_BT.shape[1])
     true_BT = first_B[:, None] + step_T
@@ -124,7 +134,7 @@ def extend(config: ModelConfig, params, policies, caches, tokens_BT, first_B, le
         return out
 
     x = model(tokens_BT, true_BT, attend)
-    return tuple(new), model.logits(_last(x, length_B))
+    return tuple(new), model.logits(x if every else _last(x, length_B))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "n", "watch"), donate_argnames="state")

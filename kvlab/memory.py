@@ -90,7 +90,7 @@ def expected(policy: Policy, batch: int, kv_heads: int, head_dim: int, budget: i
     pages = -(-budget // PAGE)
     codes = page_bytes(policy, head_dim)
     tail = policy.waits * 2 * PAGE * head_dim * 4 if policy.tailed else 0
-    codes += policy.layout.overhead
+    codes += policy.layout.overhead(policy.codec, head_dim, pages)
     return batch * kv_heads * (pages * (codes + PAGE * POSITION) + tail + (3 + policy.waits) * 4)
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from kvlab.codec import CODECS
 from kvlab.errors import ConfigError, nearest
+from kvlab.kernels import IMPLEMENTATIONS
 from kvlab.layout import LAYOUTS
 from kvlab.policy import Policy
 from kvlab.retention import RETENTIONS
@@ -23,6 +24,8 @@ KINDS: dict[str, tuple[Mapping[str, type], str]] = {
     "layout": (LAYOUTS, "contiguous"),
     "selection": (SELECTIONS, "read_all"),
 }
+
+WORDS = ("implementation", "label")  # what a policy's table has besides parts
 
 
 def build(table: Any, registry: Mapping[str, type], where: str) -> Any:
@@ -86,12 +89,18 @@ def find(name: Any, registry: Mapping[str, type], where: str) -> type:
 
 
 def policy(table: dict[str, Any], where: str = "policy") -> Policy:
-    """A policy from `{retention = {...}, codec = {...}, layout = {...}, selection = {...}}`; what is left out is plain."""
+    """A policy from `{retention = {...}, codec = {...}, layout = {...}, selection = {...}, implementation = "..."}`.
+
+    What is left out is plain.
+    """
     for key in table:
-        if key not in KINDS and key != "label":
-            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, [*KINDS, 'label'])}")
+        if key not in KINDS and key not in WORDS:
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, [*KINDS, *WORDS])}")
+    how = table.get("implementation", "xla")
+    if how not in IMPLEMENTATIONS:
+        raise ConfigError(f"{where}: implementation = {how!r}; {nearest(str(how), IMPLEMENTATIONS)}")
     parts = {kind: build(table.get(kind, plain), registry, f"{where}.{kind}") for kind, (registry, plain) in KINDS.items()}
-    return Policy(**parts)
+    return Policy(**parts, implementation=how)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -131,6 +140,8 @@ def describe(table: dict[str, Any]) -> str:
     if "label" in table:
         return table["label"]
     words = [w for kind, (_, plain) in KINDS.items() if (w := _words(table.get(kind, plain))) not in (plain, "raw float32")]
+    if (how := table.get("implementation", "xla")) != "xla":
+        words = [*(words or ["full"]), f"{how} kernel"]
     return " + ".join(words) or "full"
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvlab import needs, ranking, reading, writing
+from kvlab import kernels, needs, ranking, reading, writing
 from kvlab.attention import AttentionSpec
-from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part
+from kvlab.core import EMPTY, PAGE, Cache, Codec, Layout, Record, Retention, Selection, part, static
 from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.slots import Even, Pooled
 
@@ -24,12 +24,17 @@ class Attended(NamedTuple):
 
 @part
 class Policy:
-    """Retention × codec × layout × selection; raises `RefusedPolicy` with the reason and the ways out."""
+    """Retention × codec × layout × selection; raises `RefusedPolicy` with the reason and the ways out.
+
+    `implementation` names what reads codes for single tokens' queries, and what else has a kernel (`kvlab.kernels`); it changes
+    no more than rounding.
+    """
 
     retention: Any
     codec: Any
     layout: Any
     selection: Any
+    implementation: str = static(default="xla")
 
     def __post_init__(self):
         kinds = (self.retention, Retention), (self.codec, Codec), (self.layout, Layout), (self.selection, Selection)
@@ -74,18 +79,21 @@ class Policy:
                 f"{keep} gives heads unequal budgets, so that their pages lie in one pool, which {self.selection} cannot "
                 "read from; use read_all, or a retention with a budget that is the same for every head"
             )
+        if reason := kernels.why_not(self):
+            yield reason
         if unknown := set(keep.needs) - set(needs.ALL):
             yield f"{keep} needs {sorted(unknown)}; allowed: {', '.join(needs.ALL)}"
 
     def at(self, layer: int, model) -> "Policy":
         """The policy for one layer of a model (`ModelConfig`), for parts that differ by layer; idempotent."""
         dim = model.head_dim
-        codec = self.codec.at(layer, model)
+        codec, layout = self.codec.at(layer, model), self.layout.at(layer, model)
         per_token = (codec.keys.page_bytes(dim) + codec.values.page_bytes(dim)) / PAGE
         keep, select = self.retention.at(layer, model), self.selection.at(layer, model, per_token)
-        if keep is self.retention and codec is self.codec and select is self.selection:
+        parts = {"retention": keep, "codec": codec, "layout": layout, "selection": select}
+        if all(each is getattr(self, name) for name, each in parts.items()):
             return self
-        return dataclasses.replace(self, retention=keep, codec=codec, selection=select)
+        return dataclasses.replace(self, **parts)
 
     def for_rows(self, index) -> "Policy":
         """The policy for the named rows of a batch."""

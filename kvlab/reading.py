@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvlab import attention
+from kvlab import attention, kernels
 from kvlab.attention import MASKED, AttentionSpec, Partial
 from kvlab.core import BLOCK, EMPTY, NO_BOUND, PAGE, Around, Cache, Pages, Tokens
 from kvlab.slots import owners
@@ -37,7 +37,9 @@ def token(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=N
     picked, visible = pick(policy, cache, query_BHQD, pos_B, spec, shared)
     bound = bound if picked.bound is None else picked.bound
     shared = shared if picked.shared is None else picked.shared
-    if picked.index is None:
+    if policy.implementation != "xla":
+        done, reads, tail_ok = _by_kernel(policy, cache, coded, sees, pos_B, picked, spec)
+    elif picked.index is None:
         done, reads = _everything(policy, cache, coded, sees, spec, in_one=True)
     else:
         done, reads, tail_ok = _picked(policy, cache, coded, visible, picked, spec)
@@ -54,7 +56,8 @@ def pick(policy, cache: Cache, query_BHQD, pos_B, spec: AttentionSpec, shared=No
         return Pages(None), None
     query = query_BHQD * spec.scale
     visible = _sight(policy, spec, pos_B[:, None])(cache.pos)[:, :, 0]
-    around = Around(shared, functools.partial(_logits, policy, cache, query, policy.codec.keys.query(query), spec))
+    logits = functools.partial(_logits, policy, cache, query, policy.codec.keys.query(query), spec)
+    around = Around(shared, logits, policy.implementation)
     return policy.selection.select(cache.index, query, visible, cache, around), visible
 
 
@@ -170,7 +173,10 @@ def _everything(policy, cache: Cache, query, sees, spec, in_one: bool):
 
 
 def _blocks(policy, cache: Cache, query, sees, spec, in_one: bool):
-    """Every visible token: in one pass where that is allowed, codes are read in place and most are live, else by blocks."""
+    """Every visible token: in one pass where that is allowed, codes are read in place and most are live, else by blocks.
+
+    A `native` layout's own products, which take no copy of a block, serve for numbers in place.
+    """
     B, H, N, _ = cache.pos.shape
     empty = _nothing(query), jnp.zeros((B, H), jnp.int32)
 
@@ -180,20 +186,25 @@ def _blocks(policy, cache: Cache, query, sees, spec, in_one: bool):
         reads = ok[:, :, -1].sum((-1, -2), dtype=jnp.int32)
         if policy.tailed:
             ok = ok & ~in_tail(cache.waiting, number)[:, :, None, :, None]
+        if native:
+            logits = spec.cap(policy.layout.scores(cache.memory, query, start, pages))
+            return attention.partial(logits, ok, lambda w: policy.layout.mix(cache.memory, w, start)), reads
         return _coded(policy, query, policy.layout.slice(cache.memory, start, pages), ok, spec, pos, by_page), reads
 
     def step(i, carry):
         done, reads = carry
-        new, more = read(jnp.minimum(i * BLOCK, N - BLOCK), BLOCK, i * BLOCK)
+        new, more = read(jnp.minimum(i * block, N - block), block, i * block)
         return attention.merge(done, new), reads + more
 
     by_page = in_one and policy.layout.by_page
     in_one = in_one and policy.codec.keys.in_place and policy.codec.values.in_place
-    if N <= (2 * BLOCK if in_one else BLOCK):
+    native = in_one and policy.layout.native > 0
+    block = policy.layout.native if native else BLOCK
+    if N <= (2 * BLOCK if in_one and not native else block):
         return read(0, N, 0)
     used = jnp.minimum(-(-cache.opened.max() * policy.unit // PAGE), N)
-    loop = lambda: lax.fori_loop(0, -(-used // BLOCK), step, empty)
-    return lax.cond(2 * used > N, lambda: read(0, N, 0), loop) if in_one else loop()
+    loop = lambda: lax.fori_loop(0, -(-used // block), step, empty)
+    return lax.cond(2 * used > N, lambda: read(0, N, 0), loop) if in_one and not native else loop()
 
 
 def _logits(policy, cache: Cache, query, coded, spec):
@@ -224,6 +235,29 @@ def _logits(policy, cache: Cache, query, coded, spec):
     return spec.cap(out)
 
 
+def _by_kernel(policy, cache: Cache, query, sees, pos_B, picked, spec):
+    """As `_picked`, of what was picked or of everything, by the kernel of the policy's implementation."""
+    done, _ = kernels.read(policy, cache, query, pos_B, spec, picked)
+    visible = sees(cache.pos)[:, :, 0]
+    if picked.index is None:
+        return done, visible.sum((-1, -2), dtype=jnp.int32), jnp.ones((), bool)
+    reads = _chosen(visible, picked.index).sum((-1, -2), dtype=jnp.int32)
+    return done, reads, _tail_picked(policy, cache, picked) if policy.tailed else jnp.ones((), bool)
+
+
+def _chosen(of_BHX, index_BHR):
+    """What a list padded with −1 names of masks `[B, H, X, p]`: `[B, H, R, p]`."""
+    return jnp.take_along_axis(of_BHX, jnp.maximum(index_BHR, 0)[..., None], 2) & (index_BHR >= 0)[..., None]
+
+
+def _tail_picked(policy, cache: Cache, picked):
+    """Which tokens of the tail are among those picked, `[B, H, 1, W, P]`, or 1 for P where pages were."""
+    own = cache.waiting[..., None]
+    if isinstance(picked, Tokens):
+        own = jnp.where(own < 0, EMPTY, own * PAGE + jnp.arange(PAGE))
+    return ((own[..., None] == picked.index[:, :, None, None]).any(-1) & (own >= 0))[:, :, None]
+
+
 def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
     """The pages or slots that a selection named, in blocks; tokens read; and which tokens of the tail are among them."""
     B, H, N, _ = cache.pos.shape
@@ -234,24 +268,20 @@ def _picked(policy, cache: Cache, query, visible_BHNP, picked, spec):
     stored, tail_ok = visible_BHNP, jnp.ones((), bool)
     if policy.tailed:
         stored = visible_BHNP & ~in_tail(cache.waiting, jnp.arange(N))[..., None]
-        own = cache.waiting[..., None]
-        if single:
-            own = jnp.where(own < 0, EMPTY, own * PAGE + jnp.arange(PAGE))
-        tail_ok = ((own[..., None] == index[:, :, None, None]).any(-1) & (own >= 0))[:, :, None]
+        tail_ok = _tail_picked(policy, cache, picked)
     stored = stored.reshape(view.shape)
     block = min(index.shape[-1], BLOCK * PAGE if single else 1 if policy.layout.by_page else BLOCK)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[-1] % block)), constant_values=-1)
-    chosen = lambda of, some: jnp.take_along_axis(of, jnp.maximum(some, 0)[..., None], 2) & (some >= 0)[..., None]
 
     def step(i, done):
         some = lax.dynamic_slice_in_dim(index, i * block, block, 2)
         code, at = fetch(cache.memory, jnp.maximum(some, 0)), jnp.maximum(some, 0)[..., None]
         pos = jnp.take_along_axis(cache.pos.reshape(view.shape), at, 2)
-        return attention.merge(done, _coded(policy, query, code, chosen(stored, some)[:, :, None], spec, pos))
+        return attention.merge(done, _coded(policy, query, code, _chosen(stored, some)[:, :, None], spec, pos))
 
     most = (index >= 0).sum(-1).max()  # ids come first, so only the densest row's blocks are walked
     done = lax.fori_loop(0, -(-most // block), step, _nothing(query))
-    return done, chosen(view, index).sum((-1, -2), dtype=jnp.int32), tail_ok
+    return done, _chosen(view, index).sum((-1, -2), dtype=jnp.int32), tail_ok
 
 
 def _tail(policy, cache: Cache, query, sees, tail_ok, spec) -> Partial:

@@ -20,6 +20,7 @@ from kvlab.sampling import keys as sampling_keys
 
 WATCHABLE = frozenset({"logits", "outputs", "entropy", "reads", "bound"})
 CHUNK = 256  # tokens of a turn that go through the layers together
+SHORT = 16  # tokens of a question, which is not padded to a page
 
 
 class Session:
@@ -104,6 +105,14 @@ class Session:
 
         Rows that had stopped go on. The pending token is not fed unless it is the turn's first. Errors: CapacityError.
         """
+        self._chunks(turns, every=False)
+
+    def predict(self, turns: Sequence[Sequence[int]]) -> np.ndarray:
+        """As `extend`; the logits after every token of the turns, `[B, longest turn, V]`, 0 past a turn's end."""
+        return np.concatenate(self._chunks(turns, every=True), 1)
+
+    def _chunks(self, turns: Sequence[Sequence[int]], every: bool) -> list[np.ndarray]:
+        """Feeds turns and samples; of each chunk the logits after `every` token, if so."""
         if len(turns) != len(self.lengths) or not any(map(len, turns)):
             raise ConfigError(f"a turn for each of {len(self.lengths)} rows is needed, and a token in one; given: {len(turns)}")
         if self._sampled:  # the prompt of a stream comes before anything that is forced
@@ -114,15 +123,21 @@ class Session:
             raise CapacityError(
                 f"the turn makes {length[row]} tokens in row {row}, which holds {self.limits[row]}; start with more new_tokens"
             )
-        config, params, logits = self.model.config, self.model.params, None
+        seen: list[np.ndarray] = []
+        last = None
         for begin in range(0, max(map(len, turns)), CHUNK):
             part = [t[begin : begin + CHUNK] for t in turns]
             count = np.array([len(t) for t in part], np.int32)
-            tokens = padded(part, bucket(max(count)))
-            caches, new = loop.extend(config, params, self.policies, self.state.caches, tokens, self.state.pos_B, count)
+            tokens = padded(part, turn_width(max(count)))
+            args = self.model.config, self.model.params, self.policies, self.state.caches, tokens, self.state.pos_B, count
+            caches, new = loop.extend(*args, every=every)
             self.state = dataclasses.replace(self.state, caches=caches, pos_B=self.state.pos_B + count)
-            logits = new if logits is None else jnp.where((count > 0)[:, None], new, logits)
-        self.continue_from(turns, logits)
+            if every:
+                seen.append(np.where((np.arange(max(count)) < count[:, None])[..., None], new[:, : max(count)], 0.0))
+                new = new[np.arange(len(count)), np.maximum(count, 1) - 1]
+            last = new if last is None else jnp.where((count > 0)[:, None], new, last)
+        self.continue_from(turns, last)
+        return seen
 
     def continue_from(self, turns: Sequence[Sequence[int]], logits_BV) -> None:
         """Samples the next token of the rows that were just fed `turns`."""
@@ -239,6 +254,11 @@ class Session:
 def bucket(length: int) -> int:
     """The power of two, at least a page, that a prompt is padded to."""
     return max(PAGE, 1 << (int(length) - 1).bit_length())
+
+
+def turn_width(length: int) -> int:
+    """What a chunk of a turn is padded to: SHORT, or else as a prompt is."""
+    return SHORT if length <= SHORT else bucket(length)
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, fill: int = 0) -> np.ndarray:

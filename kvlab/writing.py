@@ -9,6 +9,7 @@ from jax import lax
 
 from kvlab import ranking, reading
 from kvlab.core import EMPTY, PAGE, Cache
+from kvlab.kernels import commit
 
 
 def encode(policy, key, value, pos):
@@ -70,8 +71,11 @@ def _commit(policy, full_BH, pos_BHNP, waits_BHW, tail, memory):
     page = waits_BHW[..., 0]
     pos = policy.slots.pages(pos_BHNP, page[..., None])
     key, value = (jnp.where((pos >= 0)[..., None], x[:, :, :1], 0.0) for x in tail)  # a page may have been cut midway
-    code, dropped = encode(policy, key, value, pos), pos_BHNP.shape[2]
-    memory = policy.slots.write(policy.layout, memory, jnp.where(full_BH & (page >= 0), page, dropped), None, code)
+    page = jnp.where(full_BH & (page >= 0), page, pos_BHNP.shape[2])
+    if policy.implementation != "xla" and commit.covers(policy.codec, policy.layout):
+        memory = commit.commit(policy.codec, policy.layout, memory, page, key[:, :, 0], value[:, :, 0], policy.implementation)
+    else:
+        memory = policy.slots.write(policy.layout, memory, page, None, encode(policy, key, value, pos))
     moved = jnp.concatenate([waits_BHW[..., 1:], jnp.full_like(page, EMPTY)[..., None]], -1)
     shift = lambda x: jnp.where(full_BH[..., None, None, None], jnp.roll(x, -1, 2), x) if policy.waits > 1 else x
     return jnp.where(full_BH[..., None], moved, waits_BHW), jax.tree.map(shift, tail), memory

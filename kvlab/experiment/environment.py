@@ -14,7 +14,7 @@ from kvlab.experiment import config
 from kvlab.tasks import Task
 
 ELSEWHERE = (
-    *("cli.py", "__main__.py", "bench/", "claims/", "report/", "results.py", "plan/"),
+    *("cli.py", "__main__.py", "bench/", "claims/", "locality/", "report/", "results.py", "plan/"),
     *("experiment/sweep/", "experiment/search/", "experiment/regression/", "experiment/report.py", "experiment/picture.py"),
 )
 

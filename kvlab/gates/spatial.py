@@ -70,14 +70,18 @@ class SpatialLayer:
 
     def scores(self, query_BHGD, index_BHXR, visible_BHX, now_BH, widen=same):
         """Float `[B, H, X]` of G query heads together, at positions `now`; `widen` makes stored index keys float32."""
-        query = self._project(plain(query_BHGD, now_BH[..., None], self.frequency), self.query_DR)
-        heat = jnp.exp(self.heat_H)[:, None]
+        query, heat = self.queries(query_BHGD, now_BH), jnp.exp(self.heat_H)[:, None]
         if self.pool == "mean":
-            return heat * match(query.mean(-2), index_BHXR, widen)
+            return heat * match(query[..., 0, :], index_BHXR, widen)
         scores = heat[..., None] * match(query, index_BHXR[:, :, None], widen)
         scores = jnp.where(visible_BHX[:, :, None], scores, -1e30)
         scores = nn.log_softmax(scores, -1)
         return nn.logsumexp(scores, -2) - math.log(query.shape[-2])
+
+    def queries(self, query_BHGD, now_BH):
+        """What meets index keys, `[B, H, Q, width]`: one vector where scores are averaged, else one for each query head."""
+        query = self._project(plain(query_BHGD, now_BH[..., None], self.frequency), self.query_DR)
+        return query.mean(-2, keepdims=True) if self.pool == "mean" else query
 
     def _project(self, x, weight_DR):
         x = unit((x @ weight_DR) * self.scale_R)

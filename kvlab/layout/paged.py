@@ -20,7 +20,9 @@ class Paged(Layout):
     whole_pages = True
     by_page = True
     shares = True
-    overhead = 4  # bytes: a page's entry in the table
+
+    def overhead(self, codec, dim, pages):
+        return 4  # a page's entry in the table
 
     def pack(self, code, held_BHN):
         B, H, N = held_BHN.shape
@@ -28,6 +30,13 @@ class Paged(Layout):
         return {**jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), _turned(code)), "table": table}
 
     def write(self, memory, page_BH, offset_BH, code):
+        table, place = self.claim(memory, page_BH)
+        put = lambda old, new: old.at[place].set(new[:, :, 0], mode="drop")
+        codes = jax.tree.map(put, {"k": memory["k"], "v": memory["v"]}, _turned(code))
+        return {**codes, "table": table}
+
+    def claim(self, memory, page_BH):
+        """The table with a free place for each page, instead of the one that it had, and these places, `[B, H]`: M for none."""
         table = memory["table"]
         row, head = jnp.indices(page_BH.shape, sparse=True)
         given_up = table.at[row, head, page_BH].set(EMPTY, mode="drop")
@@ -35,9 +44,7 @@ class Paged(Layout):
         nth = jnp.cumsum(writes.reshape(-1)).reshape(page_BH.shape) - 1
         places = len(memory["v"]["x"])
         place = jnp.where(writes, _free(given_up, places)[jnp.where(writes, nth, 0)], places)
-        put = lambda old, new: old.at[place].set(new[:, :, 0], mode="drop")
-        codes = jax.tree.map(put, {"k": memory["k"], "v": memory["v"]}, _turned(code))
-        return {**codes, "table": given_up.at[row, head, page_BH].set(place.astype(jnp.int32), mode="drop")}
+        return given_up.at[row, head, page_BH].set(place.astype(jnp.int32), mode="drop"), place
 
     def head(self, memory, row, head):
         return {**memory, "table": memory["table"][row, head][None, None]}

@@ -10,6 +10,8 @@ from kvlab import gates
 from kvlab.codec import Raw
 from kvlab.core import NO_BOUND, PAGE, part, static
 from kvlab.errors import ConfigError, nearest
+from kvlab.gates.spatial import SpatialLayer
+from kvlab.kernels import gate as kernel
 from kvlab.selection.top import Top
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -75,10 +77,21 @@ class Gated(Top):
 
     def scores(self, state, query_BHQD, visible_BHNP, cache, around):
         B, H, N, P = visible_BHNP.shape
-        now = jnp.where(visible_BHNP, cache.pos, -1).max((-1, -2))
+        now = self._now(visible_BHNP, cache)
         index, flat = jnp.swapaxes(state, 2, 3), visible_BHNP.reshape(B, H, N * P)
         scores = self.layer.scores(query_BHQD, index, flat, now, self.unpack)
         return windowed(scores.reshape(B, H, N, P), visible_BHNP, self.flattening)
+
+    def page_scores(self, state, query_BHQD, visible_BHNP, cache, around):
+        if around.implementation == "xla" or not isinstance(self.layer, SpatialLayer):
+            return super().page_scores(state, query_BHQD, visible_BHNP, cache, around)
+        queries = self.layer.queries(query_BHQD, self._now(visible_BHNP, cache)) * jnp.exp(self.layer.heat_H)[:, None, None]
+        softmax = self.layer.pool == "softmax"
+        return kernel.page_scores(state, queries, visible_BHNP, self.dtype, softmax, self.flattening, around.implementation)
+
+    def _now(self, visible_BHNP, cache):
+        """The newest visible position, `[B, H]`."""
+        return jnp.where(visible_BHNP, cache.pos, -1).max((-1, -2))
 
     @property
     def flattening(self) -> float:

@@ -48,6 +48,10 @@ class Top(Selection):
         if several:
             choose.freeze(self, "sparsity")
 
+    @property
+    def single(self) -> bool:
+        return self.granularity == "token"
+
     def at(self, layer, model, token_bytes):
         """Errors: ConfigError for a `read` that the index alone exceeds."""
         if self.read is None:

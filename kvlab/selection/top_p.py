@@ -32,6 +32,7 @@ class TopP(Selection):
     max_k: int | None = static(default=None)
     sinks: int = 4
     recent: int = 32
+    single = True
 
     def __post_init__(self):
         several = isinstance(self.p, list | tuple)

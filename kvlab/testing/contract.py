@@ -21,7 +21,7 @@ from kvlab import memory, ranking, reading
 from kvlab.codec import Int8, Raw
 from kvlab.core import PAGE, Cache, Codec, Layout, Retention, Selection, Tokens
 from kvlab.errors import ConfigError, KvlabError, RefusedPolicy
-from kvlab.layout import Contiguous, Paged, PageMajor
+from kvlab.layout import Bicl, Contiguous, Paged, PageMajor
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll, Random, Window
@@ -33,7 +33,7 @@ KINDS = {"retention": Retention, "codec": Codec, "layout": Layout, "selection": 
 BUILT_IN: dict[str, tuple] = {
     "retention": (KeepAll(), Window(70, 4), Random(size=96, unit=1), Random(size=128, unit=PAGE)),
     "codec": (Raw(), Int8(), Int8("channel")),
-    "layout": (Contiguous(), PageMajor(), Paged()),
+    "layout": (Contiguous(), PageMajor(), Paged(), Bicl(32)),
     "selection": (ReadAll(), Recency(sparsity=0.5), Quest(sparsity=0.5)),
 }
 SHAPE = ModelConfig(layers=2, hidden=24, ffn=32, heads=6, kv_heads=2, head_dim=32, vocab=64, context=1024)

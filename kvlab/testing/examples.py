@@ -27,7 +27,7 @@ def examples(model: ModelConfig) -> dict[str, dict[str, Any]]:
     made = {
         "retention": {name: _retention(name, cls, model) for name, cls in RETENTIONS.items()},
         "codec": {name: _codec(name, cls, model) for name, cls in CODECS.items()},
-        "layout": {name: cls() for name, cls in LAYOUTS.items()},
+        "layout": {name: cls().at(0, model) for name, cls in LAYOUTS.items()},
         "selection": {name: _selection(name, cls, model) for name, cls in SELECTIONS.items()},
     }
     made["retention"]["snapkv, single tokens"] = SnapKV(size=SIZE, unit=1).at(0, model)

@@ -48,6 +48,15 @@ def programs_that_fit():
         compilation.relieve()
 
 
+@pytest.fixture(autouse=True)
+def compiled_quickly(request):
+    """Tests marked so leave LLVM's optimisation out: most of their time is compiling programs that run a few times."""
+    quickly = request.node.get_closest_marker("compiled_quickly") is not None
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """A random two-layer model with a tokenizer that reads bytes; nothing to download."""

@@ -15,6 +15,8 @@ from kvlab.reading import GONE, READ, STORED
 from kvlab.tasks import Mqar, Needle
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 POLICIES = {
     "full": {},
     "window": {"retention": {"name": "window", "size": 40, "sinks": 3}},

@@ -17,6 +17,8 @@ from kvlab.core import PAGE
 from kvlab.errors import ConfigError
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 ALL = {name: codec for name, codec in (tools.CODECS | tools.MORE_CODECS).items() if codec.keys is codec.values is codec}
 PAGES = hnp.arrays(np.float32, (1, 1, 1, PAGE, 8), elements=st.floats(-(2.0**80), 2.0**80, width=32))
 

@@ -18,6 +18,8 @@ from kvlab.retention import KeepAll
 from kvlab.selection import ReadAll
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 layouts = pytest.mark.parametrize("layout", tools.LAYOUTS)
 TOLERANCE = {"hadamard": 2e-4, "pre_rope": 2e-4}  # sums and angles differ in the last bit, and so float16 may
 

@@ -5,19 +5,31 @@ import numpy as np
 import pytest
 
 from kvlab import memory
-from kvlab.codec import KV, Int8, Raw
+from kvlab.codec import KV, Int2, Int4, Int8, Raw
 from kvlab.core import PAGE
-from kvlab.layout import Contiguous
+from kvlab.layout import Contiguous, PageMajor
 from kvlab.loop import fill
 from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from kvlab.selection import ReadAll
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
 
-@pytest.mark.parametrize("names", tools.PRODUCT, ids="-".join)
+
+@pytest.mark.parametrize("names", tools.QUICK, ids="-".join)
 def test_shapes(names):
     """A product fills, appends and attends with the shapes it promises, and appending changes none."""
+    check_shapes(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [n for n in tools.PRODUCT if n not in tools.QUICK], ids="-".join)
+def test_shapes_of_the_rest(names):
+    check_shapes(names)
+
+
+def check_shapes(names):
     policy, s = tools.make(*names), tools.sequence(steps=4)
     budget = policy.budget(150, 192)
     cache = jax.eval_shape(lambda r: policy.fill(r, budget), s.record)
@@ -75,6 +87,14 @@ def test_one_trace_for_sixty_four_steps():
         for i in range(64):
             cache = jitted(policy, cache, key[i], s.query[i], s.lengths + i)
     assert traces == 1
+
+
+def test_parts_of_different_classes_never_share_a_program():
+    """Structures of parts with equal static fields differ all the same, so jit cannot run one's program for another."""
+    alike = Int4(), Int2(), Contiguous(), PageMajor(), ReadAll(), KeepAll()
+    found = [jax.tree.structure(x) for x in alike]
+    assert all((a == b) == (i == j) for i, a in enumerate(found) for j, b in enumerate(found))
+    assert [jax.tree.structure(type(x)()) for x in alike] == found
 
 
 @pytest.mark.parametrize("k,v", [(Int8("channel"), Raw("bfloat16")), (Raw("float16"), Int8())], ids=str)

@@ -19,6 +19,8 @@ from kvlab.retention import H2O, TOVA, ObservedAttention, Protect, PyramidKV, Sn
 from kvlab.selection import ReadAll
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 BUDGET = 40
 SPEC = AttentionSpec(3 * 32**-0.5, window=None, softcap=4.0)  # sharp, so that newcomers collect; a soft cap that is felt
 

@@ -40,6 +40,8 @@ from kvlab.selection import ReadAll
 from kvlab.train import calibrate
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 H, G, D, FUTURE = 2, 2, 16, 8
 FREQUENCY = 0.5 ** np.arange(D // 2, dtype=np.float32)
 RNG = np.random.default_rng(3)

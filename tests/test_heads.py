@@ -8,6 +8,8 @@ from kvlab.bench import heads
 from kvlab.train.gate import record
 from kvlab.train.gate.config import Data
 
+pytestmark = pytest.mark.compiled_quickly
+
 DATA = Data(contexts=2, tasks=({"name": "mqar", "length": 96, "pairs": 6, "queries": 6},), queries=6, dtype="float32", seed=3)
 NAMES = ("oracle", "gate", "random")
 ROWS = 2 * 6 * 2 * 2  # contexts, queries, layers, KV heads

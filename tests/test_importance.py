@@ -33,6 +33,8 @@ from kvlab.tasks.mqar import Mqar, sample
 from kvlab.train import evict, importance, targets
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 SHAPE = ImportanceConfig(layers=2, kv_heads=2, head_dim=16, hidden=48, width=8)
 
 

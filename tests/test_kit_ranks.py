@@ -15,6 +15,8 @@ from kvlab.selection import ReadAll
 from kvlab.testing import Breach, sequence
 from kvlab.testing.contract import ranks
 
+pytestmark = pytest.mark.compiled_quickly
+
 RULES = "random key_norm keydiff lagkv h2o tova snapkv observed_attention"
 
 

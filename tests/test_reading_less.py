@@ -13,6 +13,8 @@ from kvlab.experiment import config, environment, ranking, reads
 from kvlab.experiment.layers import Choice
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 TASK = {"name": "likelihood", "length": 300, "contexts": 2, "continuation": 8, "text": "stdlib"}
 HALF = {"selection": {"name": "recency", "sparsity": 0.5}}
 SMALL = {"name": "less", "question": "?", "base": {"model": {"name": "tiny"}, "task": TASK, "policy": HALF}}

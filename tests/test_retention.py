@@ -18,6 +18,8 @@ from kvlab.retention import KeepAll, Protect, Window
 from kvlab.selection import ReadAll
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 
 def kept(pos):
     return set(pos[pos >= 0].tolist())

@@ -21,6 +21,8 @@ from kvlab.retention import KeepAll
 from kvlab.selection import SELECTIONS, DoubleSparsity, ReadAll, choose, double_sparsity
 from tests import naive, tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 KINDS = [
     (name, kind)
     for name in ("random", "recency", "key_norm", "oracle", "hysparse", "lightning", "double_sparsity", "quest")

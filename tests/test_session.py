@@ -17,6 +17,8 @@ from kvlab.selection import ReadAll
 from kvlab.session import CHUNK
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 make = lambda retention, codec: Policy(retention, codec, Contiguous(), ReadAll())
 FULL = make(KeepAll(), Raw())
 POLICIES = {
@@ -60,6 +62,17 @@ def test_a_turn_in_chunks_gives_what_its_tokens_give_one_by_one(engine, policy):
     seen = [next_logits(fed) for _ in range(154)]
     want = [seen[93][0], seen[153][1]]
     np.testing.assert_allclose(next_logits(chunked), want, atol=2e-4 if isinstance(policy.codec, Raw) else 0.2)
+
+
+def test_logits_of_a_turn_are_those_of_each_token(engine):
+    """Ragged turns over more than one chunk, beside the tokens fed one by one; pads have none."""
+    prompts, turns = [ids(70, 1), ids(20, 2)], [ids(300, 3), ids(7, 4)]
+    logits = started(engine, prompts, FULL, 512).predict(turns)
+    fed = started(engine, prompts, FULL, 512, forced=turns)
+    want = np.asarray(fed.run(300, watch=["logits"]).logits).swapaxes(0, 1)
+    np.testing.assert_allclose(logits[0], want[0], atol=2e-4)
+    np.testing.assert_allclose(logits[1, :7], want[1, :7], atol=2e-4)
+    assert not logits[1, 7:].any()
 
 
 def test_a_second_turn_equals_a_fresh_prompt(engine):
@@ -268,10 +281,10 @@ def test_streaming_needs_little_beside_weights_and_cache():
     assert needs(b) <= 0.25 * needs(a), (needs(b), needs(a))
 
 
-def test_two_traces_for_turns_of_any_length(engine):
+def test_three_traces_for_turns_of_any_length_up_to_half_a_chunk(engine):
     before = loop.extend._cache_size()
     session = started(engine, [ids(10, 1)], FULL, 700)
-    for n in (3, 60, 64, 100, 128):
+    for n in (3, 16, 17, 60, 64, 100, 128):
         session.extend([ids(n, n)])
-    assert loop.extend._cache_size() - before == 2
-    assert jnp.asarray(session.lengths).tolist() == [365]
+    assert loop.extend._cache_size() - before == 3
+    assert jnp.asarray(session.lengths).tolist() == [398]

@@ -22,6 +22,8 @@ from kvlab.selection import Quest, ReadAll
 from kvlab.testing import contract
 from tests import tools
 
+pytestmark = pytest.mark.compiled_quickly
+
 HEADS = 3
 
 

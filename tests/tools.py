@@ -1,5 +1,6 @@
 """What several tests use: parts by name, random records, a dense oracle in numpy, a tiny model."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -13,7 +14,7 @@ from kvlab import gates
 from kvlab.codec import KV, NF4, Fp8, Hadamard, Int2, Int4, Int8, Kivi, Outliers, PreRope, Raw
 from kvlab.core import EMPTY, PAGE, Pages, Retention, Selection, Tokens, part, static
 from kvlab.errors import RefusedPolicy
-from kvlab.layout import Contiguous, PageMajor
+from kvlab.layout import Bicl, Contiguous, PageMajor
 from kvlab.models import Model, transformer
 from kvlab.models.config import ModelConfig
 from kvlab.policy import Policy
@@ -22,6 +23,7 @@ from kvlab.selection import SELECTIONS as REGISTERED
 from kvlab.selection import DoubleSparsity, Quest, ReadAll, TopP
 from kvlab.selection.gated import Gated
 from kvlab.selection.top import Top
+from kvlab.testing.contract import SHAPE
 from kvlab.testing.sequence import Sequence, append, appended, decode, run, sequence, stored, through  # noqa: F401
 from tests import naive
 
@@ -99,7 +101,7 @@ MORE_CODECS = {  # for head dimensions of 32 and more; tests/test_coded_caches.p
     "outliers_kivi": Outliers(Kivi(4, residual=0), 0.01),
     "pre_rope": PreRope(Raw("float16"), FREQUENCIES),
 }
-LAYOUTS = {"contiguous": Contiguous(), "page_major": PageMajor()}
+LAYOUTS = {"contiguous": Contiguous(), "page_major": PageMajor(), "bicl": Bicl(32)}
 
 
 @functools.cache
@@ -138,12 +140,20 @@ COVERING = [
 ]
 # other layouts meet every other part once; tests/test_layout.py has them with every codec
 COVERING += [(r, c, "page_major", s) for r, c, s in zip(itertools.cycle(RETENTIONS), CODECS, SELECTIONS)]
+COVERING += [(r, c, "bicl", s) for r, c, s in zip(itertools.cycle(RETENTIONS), CODECS, [*SELECTIONS][1:] + [*SELECTIONS][:1])]
+QUICK = [names for names in PRODUCT if names[2] != "bicl" or names in COVERING]  # for checks by shape; the rest is slow
 
 
-def make(retention, codec, layout, selection) -> Policy:
+def bound(layout, dim=32):
+    """The layout as for a model whose heads are this wide."""
+    return layout.at(0, dataclasses.replace(SHAPE, head_dim=dim))
+
+
+def make(retention, codec, layout, selection, dim=32) -> Policy:
     """The named product, or a declared skip with the reason of the refusal."""
     try:
-        return Policy(RETENTIONS[retention], (CODECS | MORE_CODECS)[codec], LAYOUTS[layout], SELECTIONS[selection])
+        where = bound(LAYOUTS[layout], dim)
+        return Policy(RETENTIONS[retention], (CODECS | MORE_CODECS)[codec], where, SELECTIONS[selection])
     except RefusedPolicy as error:
         pytest.skip(f"refused: {error}")
 

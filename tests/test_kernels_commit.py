@@ -53,7 +53,8 @@ def _given(dim: int):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 2, 5, 64, dim)) * np.exp(3 * rng.standard_normal((2, 2, 5, 64, dim)))
     x[0, 1, 4] = 0
-    return jnp.asarray(x, jnp.float32), jnp.asarray([[1, 4], [3, 0]])  # of four pages: row 0, head 1 writes nothing
+    with jax.ensure_compile_time_eval():  # what is kept must be numbers, also where a program is being traced
+        return jnp.asarray(x, jnp.float32), jnp.asarray([[1, 4], [3, 0]])  # of four pages: row 0, head 1 writes nothing
 
 
 def _memory(codec, layout, dim):

@@ -12,7 +12,7 @@ import msgspec
 
 from kvlab.codec import CODECS
 from kvlab.errors import ConfigError, nearest
-from kvlab.kernels import IMPLEMENTATIONS
+from kvlab.kernels import backends
 from kvlab.layout import LAYOUTS
 from kvlab.policy import Policy
 from kvlab.retention import RETENTIONS
@@ -97,8 +97,8 @@ def policy(table: dict[str, Any], where: str = "policy") -> Policy:
         if key not in KINDS and key not in WORDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, [*KINDS, *WORDS])}")
     how = table.get("implementation", "xla")
-    if how not in IMPLEMENTATIONS:
-        raise ConfigError(f"{where}: implementation = {how!r}; {nearest(str(how), IMPLEMENTATIONS)}")
+    if reason := backends.unknown(how):
+        raise ConfigError(f"{where}: {reason}")
     parts = {kind: build(table.get(kind, plain), registry, f"{where}.{kind}") for kind, (registry, plain) in KINDS.items()}
     return Policy(**parts, implementation=how)
 

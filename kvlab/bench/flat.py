@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab import parts
-from kvlab.attention import AttentionSpec
+from kvlab.bench.steps import steps
 from kvlab.core import EMPTY, Record
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -42,31 +42,14 @@ def _prepare(policy, capacity: int):
     key = jax.random.normal(jax.random.key(0), (1, HEADS, LIVE, DIM))
     record = Record(key, key, jnp.where(jnp.arange(LIVE) < LIVE, jnp.arange(LIVE), EMPTY)[None])
     fill = jax.jit(lambda policy: tuple(policy.fill(record, capacity) for _ in range(LAYERS)))
-    decode = jax.jit(_decode, donate_argnums=1)
+    decode = jax.jit(steps, static_argnames="count", donate_argnums=1)
     query = jax.random.normal(jax.random.key(1), (1, HEADS, GROUPS, DIM))
 
     def run() -> float:
         caches = jax.block_until_ready(fill(policy))
         begin = time.perf_counter()
-        jax.block_until_ready(decode(policy, caches, query))
+        jax.block_until_ready(decode((policy,) * LAYERS, caches, query, LIVE, count=STEPS))
         return time.perf_counter() - begin
 
     run()  # compiles
     return run
-
-
-def _decode(policy, caches, query):
-    spec = AttentionSpec(DIM**-0.5)
-
-    def step(i, carry):
-        caches, x = carry
-        pos = jnp.full(1, LIVE) + i
-        new = []
-        for cache in caches:
-            key = x.mean(2)
-            done = policy.attend(policy.append(cache, key, jnp.sin(key), pos), x, pos, spec)
-            new.append(done.cache)
-            x = jnp.tanh(x + done.out_BHQD)
-        return tuple(new), x
-
-    return jax.lax.fori_loop(0, STEPS, step, (caches, query))

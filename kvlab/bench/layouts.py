@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab import memory
-from kvlab.bench.select import DIM, GROUPS, HEADS, Blocked, _compiled, _milliseconds, attend, gated
+from kvlab.bench.select import DIM, GROUPS, HEADS, Blocked, attend, gated
+from kvlab.bench.timed import compiled, interleaved
 from kvlab.bench.token_major import TokenMajor
 from kvlab.codec import Int8, Raw
 from kvlab.core import PAGE, Codec, Layout, Record
@@ -67,9 +68,9 @@ def layouts(codec: Codec, length: int, pairs: int) -> dict:
     programs, bytes_ = {}, {}
     for name, policy in policies.items():
         cache = filled(policy, record, length)
-        programs[name] = _compiled(attend, (policy, cache, query, now))
+        programs[name] = compiled(attend, (policy, cache, query, now))
         bytes_[name] = memory.resident(cache.memory)
-    programs["sum"] = _compiled(jnp.sum, (jnp.ones(bytes_["contiguous"] // 4),))
+    programs["sum"] = compiled(jnp.sum, (jnp.ones(bytes_["contiguous"] // 4),))
     times = interleaved(programs, pairs)
     ways = [name for name in policies if name.startswith("token_major")]
     best = min(ways, key=lambda name: np.median(times[name]))
@@ -84,7 +85,7 @@ def fusion(length: int, sparsity: float, pairs: int) -> dict:
     record, query, now = numbers(length)
     fused = Policy(KeepAll(), Int8(), LAYOUTS[FUSED], gated("page", sparsity, "float16"))
     policies = {name: Policy(KeepAll(), Raw(), LAYOUTS[name], ReadAll()) for name in DENSE_FP32} | {"fused": fused}
-    programs = {name: _compiled(attend, (each, filled(each, record, length), query, now)) for name, each in policies.items()}
+    programs = {name: compiled(attend, (each, filled(each, record, length), query, now)) for name, each in policies.items()}
     times = interleaved(programs, pairs)
     dense = min(DENSE_FP32, key=lambda name: np.median(times[name]))
     medians = {name: float(np.median(x)) for name, x in times.items()}
@@ -108,15 +109,6 @@ def filled(policy: Policy, record: Record, length: int):
 @functools.partial(jax.jit, static_argnums=2)
 def _fill(policy: Policy, record: Record, length: int):
     return policy.fill(record, length)
-
-
-def interleaved(programs, pairs: int) -> dict[str, list[float]]:
-    """Milliseconds of every program, one after another, `pairs` times."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(pairs):
-        for name, (run, _) in programs.items():
-            times[name].append(_milliseconds(run))
-    return times
 
 
 def _figures(times, name: str, bytes_, temporaries: int) -> dict:

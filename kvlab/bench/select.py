@@ -5,8 +5,6 @@ ratios hold on a machine that does other things besides. The same numbers lie in
 that suits it (`LAYOUT`), dense attention by the fastest of its ways in either.
 """
 
-import functools
-import time
 from collections.abc import Callable
 
 import jax
@@ -15,6 +13,7 @@ import numpy as np
 
 from kvlab import gates, memory
 from kvlab.attention import AttentionSpec
+from kvlab.bench.timed import compiled, interleaved
 from kvlab.codec import Raw
 from kvlab.core import PAGE, Record, part
 from kvlab.layout import Contiguous, PageMajor
@@ -45,10 +44,7 @@ def main(length: int, sparsity: float, dtype: str, pairs: int) -> dict:
     """Milliseconds of each piece, their temporaries in bytes, the bytes read, and how much faster than dense the sum is."""
     caches, query, now = filled(length, gated("page", sparsity, dtype))
     programs = _programs(caches, query, now, sparsity, dtype)
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(pairs):
-        for name, (run, _) in programs.items():
-            times[name].append(_milliseconds(run))
+    times = interleaved(programs, pairs)
     figures = {"length": length, "sparsity": sparsity, "dtype": dtype, "pairs": pairs} | _figures(times)
     figures["temporaries"] = {name: temporaries for name, (_, temporaries) in programs.items()}
     figures["bytes_read"] = _bytes_read(caches, query, now, sparsity, dtype)
@@ -112,20 +108,7 @@ def _programs(caches, query, now, sparsity: float, dtype: str) -> dict[str, tupl
     for kind, selection in (("page", page), ("token", token)):
         for layout in LAYOUTS:
             pieces[kind if layout == LAYOUT[kind] else f"{kind}_{layout}"] = over(selection, layout)
-    return {name: _compiled(f, args) for name, (f, args) in pieces.items()}
-
-
-def _compiled(function, args) -> tuple[Callable, int]:
-    program = jax.jit(function).lower(*args).compile()
-    run = functools.partial(program, *args)
-    jax.block_until_ready(run())
-    return run, memory.compiled(program).temporaries
-
-
-def _milliseconds(run) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(run())
-    return (time.perf_counter() - begin) * 1e3
+    return {name: compiled(f, args) for name, (f, args) in pieces.items()}
 
 
 def _figures(times: dict[str, list[float]]) -> dict:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab import plan
-from kvlab.attention import AttentionSpec
+from kvlab.bench.steps import steps
 from kvlab.claims.timed import Program, Timed
 from kvlab.core import PAGE, Record
 from kvlab.errors import ConfigError
@@ -76,14 +76,14 @@ def stepper(policies: tuple[Policy, ...], model: ModelConfig, queries: int, toke
     record, query = Record(draw(tokens), draw(tokens), jnp.arange(tokens)[None]), draw(queries)
     total = _room(tokens, rounds)
     fill = jax.jit(lambda policies: tuple(policy.fill(record, policy.budget(tokens, total)) for policy in policies))
-    run = jax.jit(_steps, donate_argnums=1)
+    run = jax.jit(steps, static_argnames="count", donate_argnums=1)
     caches, stored = fill(policies), tokens
 
     def once() -> float:
         nonlocal caches, stored
         jax.block_until_ready(caches)
         begin = time.perf_counter()
-        caches, out = run(policies, caches, query, stored)
+        caches, out = run(policies, caches, query, stored, count=STEPS)
         jax.block_until_ready(out)
         stored += STEPS
         return (time.perf_counter() - begin) / STEPS
@@ -94,20 +94,3 @@ def stepper(policies: tuple[Policy, ...], model: ModelConfig, queries: int, toke
 def _room(tokens: int, rounds: int) -> int:
     """Tokens that a cache has room for, in whole pages."""
     return -(-(tokens + rounds * STEPS) // PAGE) * PAGE
-
-
-def _steps(policies, caches, query_BHQD, stored):
-    """STEPS tokens after `stored`, each through all layers; what a layer answers is the next one's query."""
-    spec = AttentionSpec(query_BHQD.shape[-1] ** -0.5)
-
-    def step(i, carry):
-        caches, x = carry
-        pos, new = jnp.full(1, stored) + i, []
-        for policy, cache in zip(policies, caches):
-            key = x.mean(2)
-            done = policy.attend(policy.append(cache, key, jnp.sin(key), pos), x, pos, spec)
-            new.append(done.cache)
-            x = jnp.tanh(x + done.out_BHQD)
-        return tuple(new), x
-
-    return jax.lax.fori_loop(0, STEPS, step, (caches, query_BHQD))

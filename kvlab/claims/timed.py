@@ -86,6 +86,28 @@ class Timed(base.Test, frozen=True, kw_only=True):
         axis.legend(frameon=False, fontsize="small")
 
 
+class TwoLayouts(Timed, frozen=True, kw_only=True):
+    """By which factor something is faster over `layout` than over `against`.
+
+    Attributes:
+      others: layouts whose times are printed too.
+    """
+
+    layout: str
+    against: str
+    others: list[str] = []
+
+    def over(self, layout: str) -> Program:
+        """What is timed over a layout."""
+        raise NotImplementedError
+
+    def programs(self) -> list[tuple[Program, Program]]:
+        return [(self.over(self.against), self.over(self.layout))]
+
+    def beside(self) -> list[Program]:
+        return [self.over(name) for name in self.others]
+
+
 def machine() -> str:
     """What the clock is of: cores that this process may use, and the processor's name where the system tells it."""
     info = Path("/proc/cpuinfo")

@@ -7,8 +7,8 @@ says (`prefill`). Chunks, the raw tail, and what else a retention or a selection
 """
 
 from kvlab.core import Tokens
-from kvlab.errors import RefusedPolicy, nearest
-from kvlab.kernels import codes, decode, places
+from kvlab.errors import RefusedPolicy
+from kvlab.kernels import backends, codes, decode, places
 from kvlab.kernels.backends import BACKENDS
 from kvlab.kernels.decode import Kernel
 from kvlab.layout import LAYOUTS, Bicl, Contiguous, Paged, PageMajor
@@ -27,16 +27,15 @@ KERNELS: dict[tuple[type, str, str, str], Kernel] = {
     for values in codes.NUMBERS
     for operation in OPERATIONS
 }
-IMPLEMENTATIONS = ("xla", *BACKENDS)
 
 
 def why_not(policy) -> str | None:
     """Why no kernel serves a policy, with the ways out; None where one does."""
     how, out = policy.implementation, 'write implementation = "xla"'
-    if how not in IMPLEMENTATIONS:
-        return f"implementation={how!r}; {nearest(str(how), IMPLEMENTATIONS)}"
     if how == "xla":
         return None
+    if reason := backends.unknown(how):
+        return reason
     if type(policy.layout) not in PLACES:
         known = ", ".join(name for name, cls in LAYOUTS.items() if cls in PLACES)
         return f"no kernel reads {policy.layout}; allowed: {known}; or {out}"

@@ -55,11 +55,20 @@ BACKENDS = {
 }
 
 
+IMPLEMENTATIONS = ("xla", *BACKENDS)
+
+
+def unknown(implementation) -> str | None:
+    """What is said of a name that means nothing; None of one that does."""
+    if implementation in IMPLEMENTATIONS:
+        return None
+    return f"implementation={implementation!r}; {nearest(str(implementation), IMPLEMENTATIONS)}"
+
+
 def known(implementation: str) -> None:
     """Errors: ConfigError for a name that means nothing."""
-    names = ("xla", *BACKENDS)
-    if implementation not in names:
-        raise ConfigError(f"implementation={implementation!r}; {nearest(str(implementation), names)}")
+    if reason := unknown(implementation):
+        raise ConfigError(reason)
 
 
 def only_on(x, platform: str | None, name: str):

@@ -43,13 +43,6 @@ SMALL = {  # of real heads, each with rows that are ragged: for interpret mode
     "128": Shape((256, 70), 256, 1, 4, 128),
     "256": Shape((100, 128), 128, 1, 2, 256),
 }
-LARGE = {  # of models at lengths where reading the cache is what takes time
-    "SmolLM2-135M, 8k": Shape((8192,), 8192, 3, 3, 64),
-    "Phi-2, 4k": Shape((4096,) * 4, 4096, 32, 1, 80),
-    "Llama 3 8B, 32k": Shape((32_768,), 32_768, 8, 4, 128),
-    "Llama 3 8B, 8 of 8k": Shape((8192,) * 8, 8192, 8, 4, 128),
-    "Gemma 3 4B, 32k": Shape((32_768,), 32_768, 4, 2, 256),
-}
 
 
 def filled(shape: Shape, policy: Policy, seed: int = 0) -> tuple[Cache, jax.Array, jax.Array]:

@@ -42,10 +42,9 @@ CASES += [(form, layout, codec) for form in FORMS for layout in ("bicl", "bicl 3
 CASES += [(form, layout, codec) for form in FORMS for layout, codec in (("page_major", TURNED), ("paged", MIXED))]
 NAMES = [f"{form}-{layout}-{codes.name(codec.keys)} {codes.name(codec.values)}" for form, layout, codec in CASES]
 STATIC = ("spec", "backend", "splits", "by_page")
-QUICKLY = {"xla_backend_optimization_level": 0}  # of many programs each runs once
 
 
-@functools.partial(jax.jit, static_argnames=STATIC, compiler_options=QUICKLY)
+@functools.partial(jax.jit, static_argnames=STATIC)
 def by_kernel(policy, cache, query, pos, index, spec, backend, splits=2, by_page=False):
     """What a back end of any name leaves, as `kernels.read` would."""
     kernel = kernels.find(policy, kernels.OPERATIONS[index is not None])

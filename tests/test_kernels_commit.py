@@ -17,12 +17,13 @@ from kvlab.retention import KeepAll
 from kvlab.selection import ReadAll
 from tests.tools import append, appended, sequence
 
+pytestmark = pytest.mark.compiled_quickly
+
 commit_ = commit.commit
 FORMS = {
     "programs": functools.partial(commit._direct, interpret=True),
     "staged": functools.partial(commit._staged, interpret=True),
 }
-QUICKLY = {"xla_backend_optimization_level": 0}  # each program runs once
 PLATFORMS = {"cuda": ("triton", "__gpu$xla.gpu.triton"), "tpu": ("tpu", "tpu_custom_call")}
 LAYOUTS = {
     "page_major": lambda dim: PageMajor(),
@@ -70,9 +71,8 @@ def _memory(codec, layout, dim):
 def test_bits(codec, layout, dim, form):
     layout = LAYOUTS[layout](dim)
     memory, page, key, value = _memory(codec, layout, dim)
-    jit = functools.partial(jax.jit, compiler_options=QUICKLY)
-    want = jit(lambda *args: commit.commit(codec, layout, *args, "xla"))(memory, page, key, value)
-    got = jit(lambda *args: commit.run(FORMS[form], codec, layout, *args))(memory, page, key, value)
+    want = jax.jit(lambda *args: commit.commit(codec, layout, *args, "xla"))(memory, page, key, value)
+    got = jax.jit(lambda *args: commit.run(FORMS[form], codec, layout, *args))(memory, page, key, value)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     changed = 0
     for a, b, before in zip(*map(jax.tree.leaves, (got, want, memory))):

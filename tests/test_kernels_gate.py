@@ -17,9 +17,10 @@ from kvlab.policy import Policy
 from kvlab.retention import KeepAll
 from tests.tools import gate_layer, selection, sequence
 
+pytestmark = pytest.mark.compiled_quickly
+
 page_scores = gate.page_scores
 B, H, G, N, D = 2, 2, 3, 11, 32
-QUICKLY = {"xla_backend_optimization_level": 0}  # each program runs once
 PLATFORMS = {"cuda": ("triton", "__gpu$xla.gpu.triton"), "tpu": ("tpu", "tpu_custom_call")}
 CASES = [
     ("mean", "float16", "none"),
@@ -46,7 +47,7 @@ def _scores(asked, implementation):
         around = Around(None, None, implementation)
         return asked.page_scores(state, query, visible, types.SimpleNamespace(pos=pos), around)
 
-    return jax.jit(scores, compiler_options=QUICKLY)
+    return jax.jit(scores)
 
 
 @pytest.mark.parametrize(("pool", "dtype", "norm"), CASES)

@@ -13,12 +13,13 @@ from kvlab.errors import ConfigError, RefusedPolicy
 from kvlab.kernels import prefill, ragged
 from tests.tools import tiny_model
 
+pytestmark = pytest.mark.compiled_quickly
+
 FORMS = {
     "xla": None,
     "programs": functools.partial(ragged.programs, interpret=True),
     "grid": functools.partial(ragged.grid, interpret=True),
 }
-QUICKLY = {"xla_backend_optimization_level": 0}  # each program runs once
 PLATFORMS = {"cuda": ("triton", "__gpu$xla.gpu.triton"), "tpu": ("tpu", "tpu_custom_call")}
 CASES = {
     "ragged, empty rows": ([5, 0, 70, 1], [5, 3, 90, 0], (3, 1), 64, "float32", {}),
@@ -73,8 +74,8 @@ def _by(monkeypatch, form):
     if form != "xla":
         monkeypatch.setattr(prefill, "attend", lambda *args: ragged.run(FORMS[form], *args[:-1]))
     plain = prefill._varlen.__wrapped__
-    quick = jax.jit(lambda *args: plain(*args), static_argnums=(5, 6, 7), compiler_options=QUICKLY)
-    monkeypatch.setattr(prefill, "_varlen", quick)
+    anew = jax.jit(lambda *args: plain(*args), static_argnums=(5, 6, 7))
+    monkeypatch.setattr(prefill, "_varlen", anew)
     return prefill.varlen_attention
 
 
